@@ -1,1 +1,1 @@
-"""Snapshots in an object store.  README.md says how they lie there."""
+"""Snapshots in an object store. README.md has the layout."""

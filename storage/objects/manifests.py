@@ -1,15 +1,15 @@
-"""The texts in an object store that say what a snapshot consists of.
+"""Descriptions of snapshots in an object store: JSON texts beside the pieces.
 
-    snapshots/<name>/current.json                which snapshot of this name is whole: its identity, number of parts
+    snapshots/<name>/current.json                identity and number of parts of the complete snapshot of this name
     snapshots/<name>/<identity>/<shard>.json     one part: its files, each as a list of pieces
     objects/<2 digits>/<SHA-256>                 a piece, named by its bytes
 
-A part is pushed pieces first and its text last. `current.json` is written by whoever finds that all parts are there. So
-a snapshot is in the store if, and only if, `current.json` names it.
+A push of a part writes the pieces first and the text of the part last. The push that then finds the texts of all parts
+writes `current.json`. So a snapshot is in the store if, and only if, `current.json` names it.
 """
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -45,8 +45,9 @@ class StoredPart:
         name, identity: of the snapshot.
         table_name: name of the part as a snapshot of its table.
         shard, shards: number of the part, and of all parts.
-        sequence, rows: of the part.
-        since: (name, identity) of the parent of a delta; None = the snapshot is whole.
+        sequence: number of the part in the order of saves of its table.
+        rows: number of rows of the part.
+        since: (name, identity) of the parent of a delta; None = the snapshot is no delta.
         files: files of chunks, then the file of the snapshot.
     """
 
@@ -67,7 +68,7 @@ class StoredPart:
 
 
 def put_part(store: ObjectStore, part: StoredPart) -> bool:
-    """Write the text of a part whose pieces are all in the store. Returns whether the snapshot is now whole."""
+    """Write the text of a part whose pieces are all in the store. Returns whether all parts are now there."""
     store.put_text(_part_key(part.name, part.identity, part.shard), {"version": _VERSION, **asdict(part)})
     keys = [_part_key(part.name, part.identity, shard) for shard in range(part.shards)]
     if any(store.size_of(key) is None for key in keys):
@@ -92,20 +93,14 @@ def get_part(store: ObjectStore, name: str, identity: str, shard: int) -> Stored
         raise CorruptTableError(f"{store.url}/{key} is missing, though a snapshot needs it; push the snapshot again")
     try:
         _check_version(fields, store, key)
-        part = StoredPart(**{name: fields[name] for name in StoredPart.__dataclass_fields__})
-        files = tuple(
-            StoredFile(
-                _relative(one["path"]), int(one["size"]), tuple((str(sum), int(size)) for sum, size in one["pieces"]),
-                tuple(map(int, one["chunk"])),
-            )
-            for one in fields["files"]
-        )  # fmt: skip
-        since = None if fields["since"] is None else (str(fields["since"][0]), str(fields["since"][1]))
+        part = StoredPart(**{field: fields[field] for field in StoredPart.__dataclass_fields__})
+        files = tuple(map(_file_of, fields["files"]))
+        since = None if part.since is None else (str(part.since[0]), str(part.since[1]))
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CorruptTableError(f"{store.url}/{key} is no description of a part: {error!r}; push it again") from error
     if (part.name, part.identity, part.shard) != (name, identity, shard):
         raise CorruptTableError(f"{store.url}/{key} describes another part, {part.name!r}; push the snapshot again")
-    return StoredPart(**{**vars(part), "files": files, "since": since})
+    return replace(part, files=files, since=since)
 
 
 def current_of(store: ObjectStore, name: str) -> tuple[str, int]:
@@ -139,7 +134,7 @@ def remove_part(store: ObjectStore, name: str, identity: str, shard: int) -> Non
 
 
 def remove_current(store: ObjectStore, name: str) -> None:
-    """Let the store have no snapshot of this name any more."""
+    """Remove `current.json` of a name: the store then has no snapshot of this name."""
     store.remove(_current_key(name))
 
 
@@ -154,7 +149,7 @@ def _current(store: ObjectStore, name: str) -> dict[str, Any] | None:
     if fields is None:
         return None
     _check_version(fields, store, key)
-    identity, numbers = fields.get("identity"), [fields.get(name) for name in ("shards", "sequence")]
+    identity, numbers = fields.get("identity"), [fields.get(field) for field in ("shards", "sequence")]
     if not isinstance(identity, str) or not _IDENTITY.fullmatch(identity) or not all(type(n) is int for n in numbers):
         raise CorruptTableError(f"{store.url}/{key} names no snapshot; push the snapshot again")
     return fields
@@ -166,6 +161,12 @@ def _check_version(fields: dict[str, Any], store: ObjectStore, key: str) -> None
             f"{store.url}/{key} has version {fields.get('version')!r}, this release reads version {_VERSION}; use the"
             " release that wrote it"
         )
+
+
+def _file_of(fields: dict[str, Any]) -> StoredFile:
+    """The file that an entry of a text describes."""
+    pieces = tuple((str(digest), int(size)) for digest, size in fields["pieces"])
+    return StoredFile(_relative(fields["path"]), int(fields["size"]), pieces, tuple(map(int, fields["chunk"])))
 
 
 def _relative(path: str) -> str:

@@ -1,8 +1,8 @@
 """Objects of a store that fsspec knows: S3, Google Cloud Storage, Azure, a folder, memory.
 
 Invariants:
-- an object is written completely or not at all, and never changed: its key follows from its bytes, except that of a
-  small text object, which is replaced as a whole;
+- an object is written completely or not at all. A piece never changes, since its key is the checksum of its bytes; a
+  text is replaced as a whole;
 - bytes that come from the store are compared with their checksum before they are used.
 """
 
@@ -20,7 +20,7 @@ from oneemb.storage.new_files import begin
 __all__ = ["ObjectStore", "Piece"]
 
 Piece = tuple[str, int]
-"""(SHA-256 of the bytes in hexadecimal digits, number of bytes) of an object."""
+"""(SHA-256 of the bytes in hexadecimal digits, number of bytes) of an object that is named by its bytes."""
 
 _TRIES = 4
 _WAIT_S = 0.5
@@ -59,7 +59,8 @@ class ObjectStore:
         return f"{self._root}/{key}"
 
     def _tried(self, what: str, key: str, call: Callable[[], T]) -> T:
-        """Result of a call, which is made again if the network fails. FileNotFoundError passes through."""
+        """Result of a call, which is made again if the network fails. `what`: past participle of the call, for errors.
+        FileNotFoundError and PermissionError of the call come unchanged."""
         for n in range(_TRIES):
             try:
                 return call()

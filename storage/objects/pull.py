@@ -1,15 +1,15 @@
 """Copies snapshots of an object store into a folder.
 
-Files are written to a folder beside the target first, with only those pieces that it lacks; a pull that was killed goes
-on with it. Then the snapshots move to the target as a backup does, by links, so that a snapshot is there completely or
-not at all.
+A pull first writes to the folder `<target>.pull`. It does not download a chunk that this folder or the target has, so
+the next pull continues one that was killed. Then it backs this folder up to the target (backup.py), by links, so that a
+snapshot is in the target completely or not at all.
 
 Invariant: a piece is compared with its checksum before it is written, and every byte of the target at the end.
 """
 
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,14 +19,12 @@ from oneemb.storage.fs import LocalFileSystem, doing
 from oneemb.storage.new_files import new_file
 from oneemb.storage.objects.manifests import StoredFile, StoredPart, current_of, get_part, names_in
 from oneemb.storage.objects.object_store import ObjectStore
-from oneemb.storage.objects.push import in_order
+from oneemb.storage.objects.transfers import Progress, Progressing, in_order
 from oneemb.storage.snapshots.backup import backup_folder
 from oneemb.storage.table.chunk_scan import read_keys
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import ChunkPart
-
-_Progress = Callable[[int, int], None]
 
 
 @dataclass
@@ -34,9 +32,8 @@ class PullResult:
     """Result of a pull.
 
     Args:
-        snapshots: names of the snapshots that the folder has now, of those that were asked for, parents of deltas
-            included.
-        pulled: those among them that this call has brought.
+        snapshots: names of the snapshots that were asked for, and of parents of deltas; the folder has them all.
+        pulled: names of the snapshots that the folder did not have before.
         bytes_downloaded: bytes of the objects that were read.
     """
 
@@ -47,7 +44,7 @@ class PullResult:
 
 def pull(
     url: str, path: str, names: Collection[str] | None = None, *, options: dict[str, Any] | None = None,
-    progress: _Progress | None = None,
+    progress: Progress | None = None,
 ) -> PullResult:  # fmt: skip
     """Copy snapshots of an object store to the folder `path`, which may have snapshots of the same table.
 
@@ -55,7 +52,7 @@ def pull(
 
     Args:
         names: names of the snapshots; parents of deltas come too. None = all.
-        progress: called with (bytes done, bytes to bring).
+        progress: called with (bytes done, bytes to do).
 
     Raises:
         SnapshotNotFoundError: the store has no snapshot of one of the names, or none at all.
@@ -74,14 +71,13 @@ def pull(
 
 
 class _Pull:
-    def __init__(self, store: ObjectStore, path: str, progress: _Progress | None):
-        self._fs, self._store, self._path, self._progress = LocalFileSystem(), store, path, progress
-        self._done = self._total = 0
+    def __init__(self, store: ObjectStore, path: str, progress: Progress | None):
+        self._fs, self._store, self._path, self._moved = LocalFileSystem(), store, path, Progressing(progress)
         self.result = PullResult()
 
     def run(self, names: Collection[str]) -> None:
         parts = self._parts(names)
-        self._total = sum(file.size for part in parts for file in part.files)
+        self._moved.total = sum(file.size for part in parts for file in part.files)
         new = f"{self._path}.pull"
         with doing("make the folder", new):
             self._fs.make_directories(new)
@@ -105,7 +101,7 @@ class _Pull:
             self._fs.unlock(lock)
 
     def _keep_chunks(self, new: str) -> None:
-        """Keep the chunks that a killed pull from the same URL has left in the folder `new`, and nothing else."""
+        """Remove from the folder `new` all but the chunks that a killed pull from the same URL has left."""
         source = f"{new}/url"
         with suppress(FileNotFoundError), open(source, encoding="utf-8") as file:
             if file.read() == self._store.url:
@@ -142,7 +138,7 @@ class _Pull:
         for name in ("chunks", "snapshots"):
             self._fs.make_directories(f"{folder}/{name}")
         *chunks, snapshot = part.files
-        # The snapshot's file comes into the folder of snapshots last.
+        # The file of the snapshot moves to the folder of snapshots last: it makes the snapshot complete.
         beside = f"{folder}/coming/{os.path.basename(snapshot.path)}"
         self._fs.make_directories(os.path.dirname(beside))
         self._write(snapshot, beside)
@@ -166,8 +162,8 @@ class _Pull:
                         os.remove(path)
                     os.link(there, path)
             except (OSError, StorageError):
-                continue  # It has another file, or the file system has no links.
-            self._move(file.size)
+                continue  # The folder has another chunk of this number, or the file system has no links.
+            self._moved.add(file.size)
             return
         self._write(file, path)
 
@@ -179,14 +175,9 @@ class _Pull:
             for data in in_order(download, range(len(file.pieces))):
                 new.write(data)
                 self.result.bytes_downloaded += len(data)
-                self._move(len(data))
+                self._moved.add(len(data))
         if self._fs.size(path) != file.size:
             raise CorruptTableError(f"{self._store.url}: the pieces of {file.path} have another size than the file")
-
-    def _move(self, size: int) -> None:
-        self._done += size
-        if self._progress is not None:
-            self._progress(self._done, max(self._total, self._done))
 
 
 def _links(folder: str) -> bool:

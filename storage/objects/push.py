@@ -1,18 +1,16 @@
 """Copies snapshots of a folder into an object store, while a job may write to the folder.
 
-Files are cut into pieces of 16 MiB, which several threads upload. A piece that the store has is not uploaded, so a push
-that was killed goes on where it ended. The files of a chunk that an earlier snapshot in the store has are not even
-read.
+Files are cut into pieces of 16 MiB, which several threads upload. A piece that the store has is not uploaded, so the
+next push continues one that was killed. A chunk that an earlier snapshot in the store has is not even read.
 
 Invariants:
 - the folder is only read, and no lock is taken;
-- the text of a part is written after its pieces, and only if the folder still has the part;
+- the description of a part is written after its pieces, and only if the folder still has the part;
 - chunks are compared with their checksums before they are uploaded.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +30,7 @@ from oneemb.storage.objects.manifests import (
     remove_part,
 )
 from oneemb.storage.objects.object_store import ObjectStore, Piece, object_key
+from oneemb.storage.objects.transfers import Progress, Progressing, in_order
 from oneemb.storage.snapshots.snapshot_parts import FoundParts, Part, look_at
 from oneemb.storage.table.chunk_damage import examine_chunk
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, chunk_paths
@@ -42,10 +41,7 @@ from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import ChunkPart
 
 _PIECE_BYTES = 16 << 20
-_THREADS = 8
 _DAY_S = 86400.0
-
-_Progress = Callable[[int, int], None]
 
 
 @dataclass
@@ -53,10 +49,10 @@ class PushResult:
     """Result of a push.
 
     Args:
-        snapshots: names of the snapshots that are whole in the store now, of those that were to be pushed.
-        pushed: names of those of which this call has written a part.
-        waiting: names of those of which other ranks have not pushed their parts yet.
-        gone: names of snapshots that the job has deleted or replaced meanwhile.
+        snapshots: names of the pushed snapshots, now or earlier, of which the store has all parts.
+        pushed: names of the snapshots of which this call has written a part.
+        waiting: names of the snapshots of which other ranks have parts that are not in the store yet.
+        gone: names of the snapshots that the job has deleted or replaced during the call.
         damaged: {name of a snapshot that was not pushed: reason}.
         bytes_uploaded: bytes of the objects that were written.
     """
@@ -80,17 +76,17 @@ class CleanResult:
 
 def push(
     path: str, url: str, names: Collection[str] | None = None, *, options: dict[str, Any] | None = None,
-    progress: _Progress | None = None,
+    progress: Progress | None = None,
 ) -> PushResult:  # fmt: skip
     """Copy snapshots of the table at `path`, or of the tables of ranks there, to an object store.
 
-    Each rank may push the parts that its own disk has: a snapshot is in the store once all parts are.
+    Each rank may push the parts that are on its own disk. A snapshot is in the store when all its parts are.
 
     Args:
         url: where the snapshots of this table lie, such as `s3://bucket/items`.
         names: names of the snapshots; parents of deltas are pushed too. None = all.
         options: arguments for the file system of fsspec.
-        progress: called with (bytes done, bytes of the parts to push).
+        progress: called with (bytes done, bytes to do).
 
     Raises:
         SnapshotNotFoundError: there is no snapshot of one of the names.
@@ -104,11 +100,11 @@ def push(
 
 
 def delete_stored(url: str, name: str, *, options: dict[str, Any] | None = None) -> None:
-    """Delete a snapshot from an object store. Its objects go with `clean_store`.
+    """Delete a snapshot from an object store. `clean_store` then removes the objects that no other snapshot needs.
 
     Raises:
         SnapshotNotFoundError: there is no such snapshot.
-        StorageError: it is the parent of deltas in the store, or the store cannot be used.
+        StorageError: the snapshot is the parent of deltas in the store, or the store cannot be used.
     """
     store = ObjectStore(url, options)
     identity, _ = current_of(store, name)
@@ -129,11 +125,10 @@ def delete_stored(url: str, name: str, *, options: dict[str, Any] | None = None)
 
 def clean_store(url: str, older_than_s: float = _DAY_S, *, options: dict[str, Any] | None = None) -> CleanResult:
     """Remove what no snapshot in an object store needs: objects that killed pushes and deleted snapshots have left, and
-    parts of snapshots that are not whole or were replaced.
+    parts of snapshots that lack other parts or were replaced. No push may run meanwhile, since it may use such objects.
 
     Args:
-        older_than_s: only what was written at least this many seconds ago. No push may run meanwhile that began
-            earlier, or that uses objects which an earlier one has left.
+        older_than_s: least age of the objects and parts that are removed, in seconds.
     """
     store, result = ObjectStore(url, options), CleanResult()
     current = {name: current_of(store, name)[0] for name in names_in(store)}
@@ -154,10 +149,9 @@ def clean_store(url: str, older_than_s: float = _DAY_S, *, options: dict[str, An
 
 
 class _Push:
-    def __init__(self, store: ObjectStore, path: str, progress: _Progress | None):
-        self._fs, self._store, self._path, self._progress = LocalFileSystem(), store, path, progress
+    def __init__(self, store: ObjectStore, path: str, progress: Progress | None):
+        self._fs, self._store, self._path, self._moved = LocalFileSystem(), store, path, Progressing(progress)
         self._known: dict[tuple[int, tuple[int, ...]], tuple[StoredFile, ...]] = {}
-        self._done = self._total = 0
         self.result = PushResult()
 
     def run(self, names: Collection[str] | None) -> None:
@@ -172,18 +166,18 @@ class _Push:
         new = [part for part in parts if not has_part(self._store, part.whole.name, _identity(part), part.whole.shard)]
         if new:
             self._remember()
-        self._total = sum(part.info.bytes for part in new)
+        self._moved.total = sum(part.info.bytes for part in new)
         for part in sorted(parts, key=lambda part: part.info.sequence):
             self._push(part, is_new=part in new)
         for name in dict.fromkeys(part.whole.name for part in parts):
             if name in self.result.gone or name in self.result.damaged:
                 continue
-            identity = max((part for part in parts if part.whole.name == name), key=_sequence)
+            newest = max((part for part in parts if part.whole.name == name), key=_sequence)
             try:
-                whole = current_of(self._store, name)[0] == _identity(identity)
+                is_complete = current_of(self._store, name)[0] == _identity(newest)
             except SnapshotNotFoundError:
-                whole = False
-            (self.result.snapshots if whole else self.result.waiting).append(name)
+                is_complete = False
+            (self.result.snapshots if is_complete else self.result.waiting).append(name)
 
     def _chosen(self, found: FoundParts, names: Collection[str] | None) -> list[Part]:
         """The parts of these snapshots and of their ancestors; None = all parts."""
@@ -211,7 +205,7 @@ class _Push:
             try:
                 files = get_part(self._store, name, identity, shard).files
             except StorageError:
-                continue  # The snapshot cannot be pulled, which is for a pull to say.
+                continue  # A pull of this snapshot raises the error; a push need not.
             for rows, keys in zip(files[:-1:2], files[1:-1:2], strict=True):
                 if all(object_key(digest) in there for digest, _ in (*rows.pieces, *keys.pieces)):
                     self._known[shard, rows.chunk] = rows, keys
@@ -220,14 +214,14 @@ class _Push:
         name = part.whole.name
         try:
             if is_new:
-                text = self._text(part)
-                if not self._has(part):
+                stored = self._upload(part)
+                if not self._is_here(part):
                     raise SnapshotNotFoundError(f"snapshot {name!r} was deleted while it was pushed")
             else:
-                text = get_part(self._store, name, _identity(part), part.whole.shard)
-            put_part(self._store, text)
+                stored = get_part(self._store, name, _identity(part), part.whole.shard)
+            put_part(self._store, stored)
         except (SnapshotNotFoundError, CorruptTableError) as error:
-            if self._has(part):
+            if self._is_here(part):
                 self.result.damaged[name] = str(error)
             elif name not in self.result.gone:
                 self.result.gone.append(name)
@@ -235,7 +229,7 @@ class _Push:
         if is_new and name not in self.result.pushed:
             self.result.pushed.append(name)
 
-    def _has(self, part: Part) -> bool:
+    def _is_here(self, part: Part) -> bool:
         """Whether the folder still has a part, of the same identity."""
         try:
             found = SnapshotFiles(self._fs, f"{part.folder}/snapshots").read(part.info.name)
@@ -245,8 +239,8 @@ class _Push:
             return True
         return found.info.identity == part.info.identity
 
-    def _text(self, part: Part) -> StoredPart:
-        """The description of a part, whose pieces have been uploaded."""
+    def _upload(self, part: Part) -> StoredPart:
+        """Upload the pieces of a part that the store lacks. Returns the description of the part."""
         record = SnapshotFiles(self._fs, f"{part.folder}/snapshots").read(part.info.name)
         files: list[StoredFile] = []
         for chunk in record.parts:
@@ -267,7 +261,7 @@ class _Push:
         numbers, source = (chunk.number, chunk.blocks, chunk.keys_bytes, chunk.keys_sum), part.folder
         known = self._known.get((part.whole.shard, numbers), ())
         if len(known) == 2:
-            self._move(sum(file.size for file in known))
+            self._moved.add(sum(file.size for file in known))
             return known
         problems: list[StorageError] = []
         state = examine_chunk(self._fs, f"{source}/chunks", geometry, chunk, problems.append, lambda size: None)
@@ -293,29 +287,8 @@ class _Push:
         for piece, is_new in in_order(upload, range(0, size, _PIECE_BYTES)):
             pieces.append(piece)
             self.result.bytes_uploaded += piece[1] if is_new else 0
-            self._move(piece[1])
+            self._moved.add(piece[1])
         return StoredFile(name, size, tuple(pieces), chunk)
-
-    def _move(self, size: int) -> None:
-        self._done += size
-        if self._progress is not None:
-            self._progress(self._done, max(self._total, self._done))
-
-
-def in_order(call: Callable[[int], Any], arguments: Iterable[int]) -> Iterator[Any]:
-    """Results of calls in several threads, in the order of the arguments; few calls run ahead of the results taken."""
-    with ThreadPoolExecutor(_THREADS, "oneemb-objects") as threads:
-        running: list[Future[Any]] = []
-        try:
-            for argument in arguments:
-                running.append(threads.submit(call, argument))
-                while len(running) >= _THREADS or running and running[0].done():
-                    yield running.pop(0).result()
-            while running:
-                yield running.pop(0).result()
-        finally:
-            for one in running:
-                one.cancel()
 
 
 def _identity(part: Part) -> str:
