@@ -127,7 +127,10 @@ class ScoreServer:
     ):
         self.model, self.dtype, self.metrics, self.limits = model, dtype, metrics, limits
         self._follow_seconds = follow_seconds
-        self._pool = ThreadPoolExecutor(limits.running, thread_name_prefix="score")
+        # Each thread sets it for itself: a thread whose first op is a matrix product would use all cores otherwise.
+        self._pool = ThreadPoolExecutor(
+            limits.running, thread_name_prefix="score", initializer=torch.set_num_threads, initargs=(1,)
+        )
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="load")  # of its own: a load waits for no request
         self._places = threading.BoundedSemaphore(limits.running + limits.waiting)
         routes = [
