@@ -89,8 +89,8 @@ class LookupPlan:
         return prepared
 
     def add_coming(self, found: Sequence[Any]) -> list[tuple[ComingBatches, int]]:
-        """Note the keys of a batch, results of `find_keys`, in the stores whose caches decide by them what they evict.
-        Returns the batch's number in each of these stores."""
+        """Tell the stores the keys of a coming batch, results of `find_keys`. Returns the number of the batch in each
+        store that uses the keys."""
         names = {node: place for place, node in enumerate(n for n in self.rows.graph.nodes if n.op == "placeholder")}
         numbers: list[tuple[ComingBatches, int]] = []
         for node in self.rows.graph.nodes:

@@ -68,7 +68,7 @@ class Prepared:
     found: Sequence[Any] | None = None
     """Keys of the batch, results of `LookupPlan.find_keys`, if they were found before the batch was prepared."""
     coming: Sequence[tuple[ComingBatches, int]] = ()
-    """Number of the batch in each store whose cache knows that the batch will come."""
+    """Number of the batch in each store that was told its keys."""
     announced: ops.Announced = ops.NOTHING_ANNOUNCED
     """The lookups of the batch that ranks have announced."""
     position: LoaderPosition | None = None
@@ -86,7 +86,7 @@ class Prepared:
             self.position.trained(updated)
 
     def reach(self) -> None:
-        """Note that the rows of the batch are acquired."""
+        """Tell the stores that the rows of the batch are acquired."""
         for part, number in self.coming:
             part.reach(number)
         self.coming = ()

@@ -1,12 +1,12 @@
-"""Reads the batches of a loader on a thread, some time before they are prepared.
+"""Reads the batches of a loader on a thread, up to `count` batches before they are prepared.
 
     reader    read 0 .. read 16 | read 17          | read 18          | ...
     worker    prepare 0         | prepare 1        | prepare 2        | ...          (prefetch.py)
     loop                        | compute 0        | compute 1        | ...
 
 Invariants:
-- nobody waits for batches beyond the next one: a loader that waits for data gives what it has;
-- at most `count` batches, or `bytes_max` bytes, wait to be taken, but always one;
+- no step waits for a later batch than its own: while the loader waits for data, steps train what it has given;
+- at most `count` batches wait to be taken, and none is read while `bytes_max` bytes wait;
 - an error of the loader is raised when its batch is taken, with its traceback.
 """
 
@@ -37,7 +37,7 @@ class _End:
 
 
 class ReadAhead(Iterator[Noted], Generic[Batch, Noted]):
-    """Iterator over the batches of a loader, each as `note` has made it. The thread starts with `iter`.
+    """Iterator over the results of `note` for the batches of a loader. `iter` starts the thread.
 
     Args:
         batches: the loader.

@@ -345,7 +345,8 @@ _TYPES = {
     )
 }  # fmt: skip
 _FIELDS: dict[type, tuple[str, ...]] = {kind: tuple(field.name for field in fields(kind)) for kind in _TYPES.values()}
-_LATER = ("max_space_amplification", "expected_rows")  # fields that text of earlier releases lacks
+# Fields that text of earlier releases lacks. With its default such a field is left out, so that text stays the same.
+_LATER = ("replicate", "max_space_amplification", "expected_rows")
 _PLAIN = (int, float, str, bool, type(None))
 
 
@@ -367,10 +368,8 @@ def to_tree(value: object) -> Any:
     for name in names:
         field = getattr(value, name)
         tree[name] = field if type(field) in _PLAIN else to_tree(field)
-    if tree.get("replicate") is False:  # Text of tables that are not replicated stays the same as in earlier releases.
-        del tree["replicate"]
     for name in _LATER:
-        if name in tree and tree[name] == getattr(CachedSsdStoreOptions, name):
+        if name in tree and tree[name] == getattr(type(value), name):
             del tree[name]
     return tree
 

@@ -1,4 +1,4 @@
-"""`ComingBatches`: keys of batches that a loop has read ahead, by which the hot tier decides what it evicts last."""
+"""`ComingBatches`: keys of batches that a loop has read ahead. The hot tier evicts their rows last."""
 
 from oneemb.kernels.backend import Keys
 from oneemb.storage.store_part import StorePart, with_store_lock
@@ -7,22 +7,21 @@ from oneemb.storage.tiers.victims import VictimClock
 
 
 class ComingBatches(StorePart):
-    """Part of a store: the batches that will be looked up.
+    """Part of a store: the batches that coming steps will look up.
 
-    Each call is a hint. It changes which rows the cache evicts, and no result.
+    Each call is a hint. A hint changes which rows the cache evicts, and no result.
     """
 
     @property
-    def counts(self) -> bool:
-        """Whether the order of evictions matters: rows that a cache on the host has not must be read from a disk or a
-        server."""
+    def are_useful(self) -> bool:
+        """Whether the store uses hints: it has a cache on the host, over a disk or a server."""
         plan = self._store.plan
         on_host = self.rows.new_rows.backend.device.type == "cpu"
         return on_host and plan.cache_bytes is not None and (plan.host_bytes == 0 or plan.remote is not None)
 
     @with_store_lock
     def add(self, keys: Keys) -> int:
-        """Note the keys of a batch that will be looked up. Returns the number of the batch, 0 if it does not count."""
+        """Add the keys of a batch that will be looked up. Returns the number of the batch; 0 = the store uses none."""
         victims = self._victims()
         if victims is None:
             return 0
@@ -41,11 +40,11 @@ class ComingBatches(StorePart):
 
     @with_store_lock
     def forget(self) -> None:
-        """Forget the batches that were announced and not reached."""
+        """Forget the batches that were added and not reached."""
         victims = self._victims()
         if victims is not None:
             victims.forget_batches()
 
     def _victims(self) -> VictimClock | None:
-        hot = self.rows.hot if self._store.built and self.counts else None
+        hot = self.rows.hot if self._store.built and self.are_useful else None
         return hot.victims if isinstance(hot, HotTier) else None

@@ -7,7 +7,7 @@ are not allowed now. A store has parts (store_part.py), each with calls of its o
     store.policy       policies of tables: evictions, scores, counts of ids seen
     store.snapshots    snapshots: save, load and delete, between two steps
     store.replicas     keys and rows of replicated tables
-    store.coming       batches that will be looked up, by which the hot tier decides what it evicts last
+    store.coming       batches that coming steps will look up; the hot tier evicts their rows last
     store.holder       lets other objects of the process ask the store to free its folder
 
 store_rows.py has calls on rows by key, and on all rows.

@@ -165,9 +165,10 @@ class MergedStore:
         return MergedPrefetched(self, parts, np.broadcast_to(np.int64(-1), len(keys.id_U)))
 
     def add_coming(self, keys: Keys, begin_M1: np.ndarray) -> list[tuple[ComingBatches, int]]:
-        """Note in each member the keys of a batch that will be looked up. Returns the batch's number in each member."""
+        """Tell each member its keys of a batch that will be looked up. Returns the number of the batch in each member
+        that uses the keys."""
         parts = enumerate(store.coming for store in self.members)
-        return [(part, part.add(self._own_keys(m, keys, begin_M1))) for m, part in parts if part.counts]
+        return [(part, part.add(self._own_keys(m, keys, begin_M1))) for m, part in parts if part.are_useful]
 
     def unprefetch(self, prefetched: MergedPrefetched) -> None:
         """Unpin the rows that `prefetch` pinned, unless a call of `acquire_found` or `acquire_rest` has taken over the

@@ -997,7 +997,7 @@ def test_a_second_process_on_a_path_is_refused_and_the_first_goes_on(made, tmp_p
     holder = fork_context().Process(target=hold, args=(str(tmp_path / "rows"), theirs))
     holder.start()
     try:
-        assert pipe.poll(60) and pipe.recv() == "ready"
+        assert pipe.poll(600) and pipe.recv() == "ready"
         embedding = made()
         for call in (
             lambda: embedding(torch.tensor([1])),

@@ -436,11 +436,11 @@ def test_the_step_of_another_thread_ends_before_its_folder_goes(tmp_path, monkey
 
     def wait():
         begun.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(600)
 
     job = threading.Thread(target=in_step, args=(embedding, wait))
     job.start()
-    assert begun.wait(60)
+    assert begun.wait(600)
     assert "which is in the middle of a step" in refused(tmp_path)
     releases = threading.Thread(target=oneemb.release, args=(tmp_path,))
     with pytest.warns(UserWarning, match="its 2 rows are gone"):

@@ -76,7 +76,7 @@ def test_a_loader_that_waits_for_data_holds_up_no_step():
 
     def live():
         yield from batches[:3]
-        go_on.wait(60)
+        go_on.wait(600)
         yield from batches[3:]
 
     loop = graph.run(live(), lookahead=16)

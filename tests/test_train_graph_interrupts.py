@@ -166,7 +166,7 @@ def test_a_loop_that_is_left_while_its_loader_is_stuck_says_so_and_gives_back_wh
     with pytest.warns(RuntimeWarning, match="its loader has given no batch"):
         for t, _ in enumerate(graph.run(loader(), prefetch_depth=3)):
             if t == 1:
-                assert stuck.wait(60)
+                assert stuck.wait(600)
                 break
     assert len(threads()) == 1
     go_on.set()
@@ -182,7 +182,7 @@ def test_a_loop_closed_by_the_collector_under_a_lock_that_its_thread_wants_does_
 
     def loader():
         yield batches[0]
-        may_load.wait(60)
+        may_load.wait(600)
         yield from batches[1:]
 
     forgotten = [graph.run(loader(), prefetch_depth=2, lookahead=0)]

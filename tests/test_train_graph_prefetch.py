@@ -389,10 +389,9 @@ def test_explain_says_which_part_of_a_step_takes_long(slow):
         list(graph.run(SlowLoader() if slow == "wait" else batches_of(6, 50, 100), lookahead=0))
         shares = shares_of(graph)
         assert list(shares) == ["lookup", "dense", "update", "wait"]
-        assert shares[slow][0] >= 25
-        if shares[slow][0] > shares[other][0]:  # Lookups may compile loops meanwhile.
+        if shares[slow][0] >= 25 and shares[slow][0] > shares[other][0]:
             break
-    assert shares[slow][0] > shares[other][0]
+    assert shares[slow][0] >= 25 and shares[slow][0] > shares[other][0]
     assert abs(sum(share for _, share in shares.values()) - 100) < 0.5
 
 

@@ -100,12 +100,12 @@ def prefetch(store: Any, keys: BatchKeys | MergedKeys) -> Prefetched | MergedPre
 
 
 def add_coming(store: EmbeddingStore | MergedStore, keys: BatchKeys | MergedKeys) -> list[tuple[ComingBatches, int]]:
-    """Note the keys of a batch that a loop has read long before its step. Returns the number of the batch in each store
-    whose cache it concerns."""
+    """Tell a store the keys of a batch that a loop has read ahead. Returns the number of the batch in each store that
+    uses the keys: the store, or members of a merged one."""
     if isinstance(store, MergedStore):
         assert isinstance(keys, MergedKeys)
         return store.add_coming(keys.unique, MergedRows(store, keys).begin_M1)
-    return [(store.coming, store.coming.add(keys.unique))] if store.coming.counts else []
+    return [(store.coming, store.coming.add(keys.unique))] if store.coming.are_useful else []
 
 
 def unprefetch(values: Iterable[object]) -> None:

@@ -288,7 +288,7 @@ def store_plan(name: str, options: StoreOptions, tables: Sequence[TableOptions],
     cache_bytes: int | None
     host_bytes: int | None
     remote = None
-    amplification, expected = 2.0, 0
+    of_table: dict[str, Any] = {}
     match options:
         case DeviceMemStoreOptions():
             cache_bytes, host_bytes, policy = None, 0, "lfu"
@@ -297,7 +297,8 @@ def store_plan(name: str, options: StoreOptions, tables: Sequence[TableOptions],
         case CachedSsdStoreOptions():
             cache_bytes, host_bytes = options.cache_budget_mb * 2**20, options.host_cache_budget_mb * 2**20
             policy = options.cache_policy
-            amplification, expected = float(options.max_space_amplification), options.expected_rows
+            of_table["max_space_amplification"] = float(options.max_space_amplification)
+            of_table["expected_rows"] = options.expected_rows
         case CachedRemoteStoreOptions():
             cache_bytes, host_bytes, policy = options.cache_budget_mb * 2**20, 0, options.cache_policy
             check_installed(options.url)
@@ -307,7 +308,7 @@ def store_plan(name: str, options: StoreOptions, tables: Sequence[TableOptions],
     replicated = tuple(t for t, table in enumerate(tables) if table.replicate)
     return StorePlan(
         folder, cache_bytes, host_bytes, options.capacity, options.physical_block_size, policy, ranks.rank, ranks.size,
-        replicated, remote=remote, max_space_amplification=amplification, expected_rows=expected,
+        replicated, remote=remote, **of_table,
     )  # fmt: skip
 
 

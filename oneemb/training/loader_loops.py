@@ -33,7 +33,7 @@ from oneemb.training.plan_cache import Batch, key_of
 Result = TypeVar("Result")
 
 LOOKAHEAD = 16
-"""Number of batches that a loop reads further ahead, if nobody says another."""
+"""Default number of batches that a loop reads for their ids alone."""
 
 # Called when a step has acquired its rows, so that one more batch may be prepared.
 OnAcquired = Callable[[], None]
@@ -47,19 +47,19 @@ class Loop(Generator[Any, None, None]):
         loader: loader whose length is the loop's length.
     """
 
-    _was_asked = False
-    """Whether somebody has asked for the length, which needs no step."""
+    _gave_length = False
+    """Whether the length was read. A loop that was made for its length alone is dropped without a warning."""
 
     def __init__(self, steps: Generator[Any, None, None], loader: Iterable[Any]):
         self._steps, self._length = steps, functools.partial(len, cast(Sized, loader))
 
     def __len__(self) -> int:
-        self._was_asked = True
+        self._gave_length = True
         return self._length()
 
     def __del__(self) -> None:
         steps = vars(self).get("_steps")
-        if steps is None or self._was_asked or sys.is_finalizing():
+        if steps is None or self._gave_length or sys.is_finalizing():
             return
         if inspect.getgeneratorstate(steps) == inspect.GEN_CREATED:
             warnings.warn(
@@ -183,10 +183,10 @@ class LoaderLoops(GraphViews):
             raise
 
     def _read(self, loader: Iterable[Any], lookahead: int) -> Iterable[Any]:
-        """The batches of a loader; read ahead, if a cache decides by their ids what it evicts."""
-        if not lookahead or not any(embedding.store.coming.counts for embedding in embeddings_of(self).values()):
+        """The batches of a loader; read ahead, if a store uses the ids of coming batches."""
+        if not lookahead or not any(embedding.store.coming.are_useful for embedding in embeddings_of(self).values()):
             return loader
-        return ReadAhead(loader, self._look_ahead, bytes_of, lookahead)
+        return ReadAhead(loader, self._look_ahead, _bytes_of, lookahead)
 
     def _connect(self, ranks: Ranks) -> Ranks:
         """The ranks with connections that no other loop uses. Every rank must call it."""
@@ -235,7 +235,7 @@ class LoaderLoops(GraphViews):
     ) -> Generator[Any, None, None]:  # fmt: skip
         leave = loader.leave if isinstance(loader, Together) else lambda: None
         if isinstance(loader, ReadAhead):
-            leave = functools.partial(forget_coming, [one.store.coming for one in embeddings_of(self).values()])
+            leave = functools.partial(_forget_coming, [one.store.coming for one in embeddings_of(self).values()])
         if depth:
             prepare = functools.partial(self._prepare, ranks=ranks, position=position)
             devices = [embedding.store.backend.device for embedding in embeddings_of(self).values()]
@@ -346,8 +346,8 @@ class LoaderLoops(GraphViews):
         return None if known is None else known.plan
 
     def _look_ahead(self, batch: Any) -> Prepared:
-        """A batch that was just read from the loader, with its keys, of which the caches are told. Runs on the reader's
-        thread."""
+        """A batch that the loader has just given, with its keys, which the stores are told. Runs on the thread of
+        `ReadAhead`."""
         prepared = Prepared(self._spread(batch))
         try:
             self._find_keys(prepared, ops.NOTHING_ANNOUNCED, None)
@@ -371,12 +371,12 @@ class LoaderLoops(GraphViews):
         return in_step([embedding.store.step_lock for embedding in batch.embeddings.values()], step)
 
 
-def bytes_of(prepared: Prepared) -> int:
+def _bytes_of(prepared: Prepared) -> int:
     """Bytes of a batch's tensors and arrays."""
     return sum(int(getattr(value, "nbytes", 0)) for value in prepared.batch.values)
 
 
-def forget_coming(parts: Iterable[ComingBatches]) -> None:
+def _forget_coming(parts: Iterable[ComingBatches]) -> None:
     """Forget the batches that were read and will not be looked up."""
     for part in parts:
         with contextlib.suppress(StorageError):  # The store was closed, or this process is a child of fork.

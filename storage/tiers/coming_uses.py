@@ -1,9 +1,9 @@
 """The next uses of rows, as far as a loop has read its batches ahead: a cache evicts last the rows that come soon.
 
-A loop announces the keys of each batch that it has read, in order, and reaches each batch in its step. So the window
-holds the batches that are announced and not reached. For each of their keys the window knows the next batch after it
-that uses the key again. This is the part of Belady's rule (evict the row whose next use is farthest away; IBM Systems
-Journal 5(2), 1966) that the window can see.
+A loop adds the keys of each batch that it has read, in order, and reaches each batch in its step. So the window holds
+the batches that were added and not reached. For each key of a batch, the window has the number of the next batch that
+uses the key. A cache thus follows Belady's rule (evict the row whose next use is farthest away; IBM Systems Journal
+5(2), 1966) as far as the window goes.
 
 U keys of a batch, X positions of the window: each key of each batch has one.
 """
@@ -17,7 +17,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
 
 NO_USE = 0
-"""Number of a batch that no row waits for: numbers of batches begin at 1."""
+"""In place of a number of a batch: the window has no next use. Numbers of batches begin at 1."""
 
 
 class _Batch(NamedTuple):
@@ -40,8 +40,8 @@ class ComingUses:
         self._next_X = np.zeros(1 << 12, np.int32)  # a ring: batch of the next use after each position
 
     def add(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """Add the batch with these keys, as number `added` + 1. Returns the indices of the keys that no earlier
-        batch of the window uses: int64."""
+        """Add a batch with these keys; its number is `added` + 1. Returns the places in the batch, int64, of the keys
+        that no earlier batch of the window uses."""
         size = len(id_U)
         self._make_room(size)
         former_U = self._last.put(table_U, id_U, np.arange(self._end, self._end + size))

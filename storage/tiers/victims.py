@@ -6,8 +6,8 @@ shards of a round follows from the number of slots that are needed now, so the t
 cache. After all shards have had a turn, each has lost the same share of its rows. In a small cache a round looks at all
 shards.
 
-Rows whose next use is known, from batches that a loop has read ahead (coming_uses.py), are evicted after all others,
-those with the latest use first.
+Rows that a batch uses which a loop has read ahead (coming_uses.py) are evicted after all other rows, the row with the
+latest next use first.
 
 Invariants:
 - the choice depends on the index, scores, pins, known uses and earlier rounds, never on the number of threads;
@@ -30,7 +30,8 @@ from oneemb.storage.tiers.coming_uses import NO_USE, ComingUses
 _LOOKED = 16
 _ROUND_ROWS = 1 << 15
 
-# A row whose next use is in batch n has this number minus n instead of its score: more than any score's bits.
+# A row whose next use is in batch n has this number minus n in place of its score, which is more than the bits of any
+# score.
 _AWAITED = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
@@ -48,11 +49,11 @@ class VictimClock:
     def __init__(self, index: HashIndex, slots: int, threads: Threads):
         self._index, self._slots, self._threads = index, slots, threads
         self._shard = 0  # where the next round begins
-        self._coming: ComingUses | None = None  # None = no batch was announced yet
-        self._next_use_S = np.empty(0, np.int32)  # batch of each row's next use, as far as it is known
+        self._coming: ComingUses | None = None  # None = no batch was ever added
+        self._next_use_S = np.empty(0, np.int32)  # number of the next batch that uses each row, NO_USE if none is known
 
     def add_batch(self, table_U: np.ndarray, id_U: np.ndarray) -> int:
-        """Note the keys of one more batch that will be looked up. Returns its number."""
+        """Add the keys of a batch that will be looked up. Returns the number of the batch."""
         if self._coming is None:
             self._coming, self._next_use_S = ComingUses(self._threads), np.zeros(self._slots, np.int32)
         first = self._coming.add(table_U, id_U)
@@ -61,7 +62,7 @@ class VictimClock:
         return self._coming.added
 
     def reach_batch(self, number: int) -> None:
-        """Note that the announced batches up to this number have pinned their rows: their next uses count from now."""
+        """Note that the batches up to this number have pinned their rows. From now on the uses after them decide."""
         while self._coming is not None and (batch := self._coming.reach(number)) is not None:
             table_U, id_U, next_U = batch
             slot_U = self._index.find(table_U, id_U)
@@ -69,7 +70,7 @@ class VictimClock:
             self._next_use_S[slot_U[found_U]] = next_U[found_U]
 
     def forget_batches(self) -> None:
-        """Forget the announced batches that are not reached: no step will look them up."""
+        """Forget the batches that were added and not reached: no step will look them up."""
         if self._coming is not None:
             self._coming.forget()
 
@@ -111,6 +112,6 @@ class VictimClock:
         return Victims(*keys_in_cells(cell_N[np.sort(chosen)]))
 
     def restart(self) -> None:
-        """Begin at the first shard again, in a cache without rows."""
+        """Begin at the first shard again. The cache has no rows any more."""
         self._shard = 0
         self._next_use_S[:] = NO_USE

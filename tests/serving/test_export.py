@@ -406,7 +406,7 @@ def test_what_a_killed_export_leaves_goes_with_the_next_and_what_another_is_at_s
         pipe, theirs = context.Pipe()
         parts.append((context.Process(target=_is_at_work, args=(str(path), theirs), daemon=True), pipe))
         parts[-1][0].start()
-        assert pipe.poll(60) and pipe.recv() == "at work"
+        assert pipe.poll(600) and pipe.recv() == "at work"
     at_work = set(tmp_path.glob(".score.pt2.*.tmp"))
     (tmp_path / ".other.pt2.01234567.tmp").mkdir()
     assert len(at_work) == 2

@@ -146,13 +146,13 @@ class SlowFiles(LocalFileSystem):
             size = super().read_into(file, out, offset)
             if offset == (1 + (READS - 1) * APART) * 512:
                 self.go_on.set()
-                assert self.ended.wait(60)
+                assert self.ended.wait(600)
             return size
         if offset == 0:
-            assert self.begun.wait(60)
+            assert self.begun.wait(600)
             raise OSError(errno.EIO, "broken")
         self.begun.set()
-        assert self.go_on.wait(60)
+        assert self.go_on.wait(600)
         out[:] = bytes(len(out))
         self.ended.set()
         return len(out)

@@ -129,7 +129,7 @@ def test_prefetching_beside_training_reads_no_stale_row():
     thread = threading.Thread(target=work)
     thread.start()
     for t, id_U in enumerate(batch):
-        assert ready.acquire(timeout=60) and not errors
+        assert ready.acquire(timeout=600) and not errors
         slot_U = store.acquire(distinct(np.zeros(len(id_U)), id_U), prefetched.pop(t))[0]
         acquired.release()
         fresh = count[id_U] == 0

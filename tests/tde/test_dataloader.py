@@ -193,7 +193,7 @@ def test_rows_of_the_next_batch_are_pulled_while_this_one_trains(monkeypatch):
     tables.server.before = lambda call: threading.current_thread().name == "oneemb-tde" and pulled.set()
     iterator = iter(tables.loader(batches, 1))
     next(iterator)
-    assert pulled.wait(60)
+    assert pulled.wait(600)
     next(iterator)
     assert [its for call, its in tables.server.calls if call == "pull"][:2] == [[0], [1]]
     iterator.close()
