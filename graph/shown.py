@@ -24,8 +24,7 @@ def escaped(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Text with codes, such as `\\x01`, in place of characters that XML and screens do not have, except for ends of
-    lines."""
+    """Text in which codes, such as `\\x01`, stand for the characters that cannot be printed; ends of lines stay."""
     return "".join(
         one if one == "\n" or one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text
     )

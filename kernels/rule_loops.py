@@ -48,8 +48,8 @@ class RowUpdate:
 
     Args:
         plan: (step, **options) -> (the loops, their scalars as NumPy numbers). `step` counts from 1.
-        forms: {name: options that choose other loops}, if options do; an option that is left out is 0.1, or False where
-            it is a flag. GPUs run what is named here. None = one form, with the name of `plan`.
+        forms: {name of a form: options that choose its loops}, if options choose loops. Each form is compiled for
+            GPUs. An option that is left out is 0.1, or False if it is a flag. None = one form, named as `plan`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RowUpdate:
         """Names of the options."""
 
     def planned(self) -> dict[str, tuple[RowLoops, tuple]]:
-        """For each form the result of its plan, whose numbers stand for any others."""
+        """{name of a form: result of `plan` for its options}. Numbers of other options stand for any numbers."""
         any_options = {name: False if kind is bool else 0.1 for name, kind in self.kinds.items()}
         return {name: self.plan(6, **any_options | dict(options)) for name, options in self.forms.items()}
 

@@ -81,7 +81,7 @@ class TieredRows:
         self.generation = 0
         self.whole = True
         """False when a call was cut short and a part of the rows is gone, until `dismantle`."""
-        self._take([])
+        self._set_tiers([])
         self.opened = 0
         """How often the store at the bottom has been opened: what `places` gave is of one of these times."""
         self.loaded_in_place = False
@@ -163,7 +163,7 @@ class TieredRows:
         """Make the tiers anew, and bring the rows along: from the store at the bottom, or from the snapshot `saved`."""
         if self.bottom_store is not None and self.bottom_store.row_width == new_rows.format.row_width:
             self._drop_tiers()
-            self._take(make_tiers(self._plan, new_rows, self.bottom_store, self._threads, self._writing))
+            self._set_tiers(make_tiers(self._plan, new_rows, self.bottom_store, self._threads, self._writing))
             self.new_rows = new_rows
             return
         self.dismantle()
@@ -214,7 +214,7 @@ class TieredRows:
             store.close()
             raise
         self.new_rows, self.bottom_store = new_rows, store
-        self._take(tiers)
+        self._set_tiers(tiers)
         self.opened += 1
         # Rows that are dropped give back their threads, files and lock. At exit the system does.
         self._finalizer = close_when_dropped(self, store)
@@ -224,15 +224,15 @@ class TieredRows:
         for tier in reversed(self.tiers):
             tier.reload()
 
-    def _take(self, tiers: list[Tier]) -> None:
+    def _set_tiers(self, tiers: list[Tier]) -> None:
         self.tiers = tiers
         """Tiers above the store at the bottom, the hot one first. Empty until `build`."""
         self.hot = cast(HotRows, tiers[0] if tiers else None)
-        """The hot tier, once there are tiers. An attribute, since every lookup asks for it."""
+        """The hot tier; None until `build`. An attribute, since every lookup reads it."""
 
     def _drop_tiers(self) -> None:
         tiers = self.tiers
-        self._take([])
+        self._set_tiers([])
         self.generation += 1
         for tier in tiers:
             tier.close()

@@ -314,7 +314,7 @@ def test_options_of_the_table_on_the_ssd_are_checked(wrong, error, words):
 
 
 def test_the_disk_stays_within_the_factor_that_was_asked_for(tmp_path, monkeypatch):
-    """Rows that are trained again and again, with a cache that holds few: a smaller factor takes less disk."""
+    """Rows that are trained in random order, with a cache that holds few: a smaller factor takes less disk."""
     in_calls = functools.partial(PersistentTable.open, background=False)  # so that no size depends on a thread
     monkeypatch.setattr(PersistentTable, "open", in_calls)
     used = {}
@@ -324,7 +324,8 @@ def test_the_disk_stays_within_the_factor_that_was_asked_for(tmp_path, monkeypat
         embedding = oneemb.MultiTableEmbedding("e", 64, torch.float32, torch.int64, [oneemb.make_table()], options)
         optimizer = oneemb.Optimizer(torch.optim.SGD([embedding.weight], lr=1.0), [embedding])
         sizes = []
-        for ids in torch.arange(20_000).reshape(10, 2000).repeat(12, 1):
+        draw = torch.Generator().manual_seed(0)  # In a fixed order chunks would lose all their rows, and go whole.
+        for ids in torch.randint(20_000, (120, 2000), generator=draw):
             embedding(ids).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -332,7 +333,7 @@ def test_the_disk_stays_within_the_factor_that_was_asked_for(tmp_path, monkeypat
         used[factor] = max(sizes[len(sizes) // 2 :])
         embedding.clear()
         embedding.close()
-    assert used[1.2] < used[3.0], used
+    assert used[1.2] < used[3.0] / 2, used
 
 
 def test_minus_one_is_no_storage_dim(tmp_path):

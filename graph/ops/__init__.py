@@ -75,8 +75,8 @@ from oneemb.graph.ops.with_grad import with_grad
 __all__ = [
     "Announced", "AnnouncedLookup", "BatchKeys", "Counts", "Groups", "LateCheck", "Lease", "LookupAhead",
     "LookupOnRanks", "MergedKeys", "MergedLookup", "MergedReserved", "NOTHING_ANNOUNCED", "NonFiniteGradientError",
-    "OPS", "Reserved",
-    "RowGrad", "RowGrads", "StepOptimizer", "acquire", "acquire_later", "add_coming", "add_note", "advance", "announce",
+    "OPS", "Reserved", "RowGrad", "RowGrads", "StepOptimizer", "acquire", "acquire_later", "add_coming", "add_note",
+    "advance", "announce",
     "announced_lookup", "begin_lookup", "check_finite", "check_merged_pooling", "check_pooling", "equal",
     "forget_unscaled", "gather", "gather_merged", "in_backward", "keep", "look_up_on_ranks", "may_step",
     "measure_reduce", "measure_update", "options_of", "part_of", "peek", "prefetch", "read_ids", "reduce_grads",

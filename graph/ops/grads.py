@@ -25,7 +25,7 @@ class Summed(NamedTuple):
 class RowGrads:
     """Gradients of U unique keys of one store, for the rows in slot_U: summed, or as segments still to be summed.
 
-    The first read of `sums` sums the segments. If nobody has read them, an update sums row by row, with the same bits.
+    The first read of `sums` sums the segments. An update without such a read sums row by row, with the same bits.
 
     Args:
         store: the store of the rows, or the merged store.
@@ -61,8 +61,8 @@ class RowGrads:
         """int64 [1] on a GPU: 0 = an update writes nothing, see late_check.py; None = it does."""
 
     def counted(self) -> "RowGrads":
-        """The same with arrays that are cut to the actual number of keys, for which a GPU is waited for. Only updates
-        take arrays with more room, where slots are below 0."""
+        """The same gradients in arrays that are cut to the number of keys, for which the host waits for a GPU. Only
+        updates take arrays with more room, where slots are below 0."""
         if self._unique is None:
             return self
         size = len(self.store.backend.counted(self._unique).id_U)
@@ -97,9 +97,9 @@ class RowGrads:
         return self.segments if self._sums is None else None
 
     def sum_to_check(self) -> None:
-        """On a GPU, sum now if a check of the sums then moves less memory than a check of all that is to be summed,
-        which the update would read once more. Gradients of bags are fewer than ids; those of 16 bits are smaller than
-        sums."""
+        """On a GPU, sum float32 gradients now if there are as many gradients as keys or more: a check then reads the
+        sums, and the gradients are read once. Gradients of bags may be fewer than keys, and gradients of 16 bits are
+        smaller than sums; a check reads these as they are, and the update reads them once more."""
         segments = self.to_sum
         if segments is not None and self.store.backend.waits and segments.grad_NX.dtype is torch.float32:
             if len(self.id_U) <= len(segments.grad_NX):

@@ -204,11 +204,11 @@ def bags_of(
 def one_table(
     table_ids: Any, num_tables: int, ids: Any, known: dict[tuple[int, torch.device], torch.Tensor] | None = None
 ) -> torch.Tensor | None:  # fmt: skip
-    """Tensor [] for `table_ids` that is a number, the table of all `ids`. Any other value is returned as it is, and the
-    lookup refuses it if it is wrong. Any: a user's values.
+    """Tensor of shape [] for `table_ids` that is the number of the table of all `ids`. Any other value is returned as
+    it is, and the lookup refuses it if it is wrong. Any: a user's values.
 
     Args:
-        known: the tensors of earlier lookups, so that the plan of a graph knows the tensor of a table again.
+        known: tensors of earlier lookups. The plan of a graph knows a table by its tensor.
 
     Raises:
         ValueError: there is no such table.
@@ -221,7 +221,7 @@ def one_table(
     if not 0 <= table < num_tables:
         raise ValueError(f"table_ids must be from 0 to {num_tables - 1}, got {table}")
     if (table, ids.device) not in known:
-        # Neither a recorded `build` nor inference mode, which may be on just now, shall mark the tensor.
+        # Later lookups use the tensor again, so neither a recording of `build` nor inference mode may mark it.
         with torch._C.DisableTorchFunction(), torch.inference_mode(False):
             known[table, ids.device] = torch.tensor(table, dtype=torch.int64, device=ids.device)
     return known[table, ids.device]

@@ -15,7 +15,7 @@ import torch
 _REFUSED = re.compile(r"Unsupported global: GLOBAL (\S+)")
 """The class that torch refuses to load, in the text of its error."""
 _REASON = re.compile(r"WeightsUnpickler error: (.*)")
-"""The reason in the text of torch's error, which advises to load the file so that it may run code."""
+"""The reason in the text of torch's error. The rest of that text advises a load that may run code from the file."""
 
 
 def to_bytes(state: object) -> bytes:

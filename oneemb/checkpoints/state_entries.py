@@ -13,7 +13,7 @@ import torch
 
 
 class _Entry(NamedTuple):
-    """Type of an entry, in words, and whether a value is of this type."""
+    """Type of an entry: its words in errors, and the function that says whether a value has the type."""
 
     words: str
     fits: Callable[[Any], bool]
@@ -57,7 +57,7 @@ def _of_optimizer(value: Any) -> bool:
 
 
 def _of_generators(value: Any) -> bool:
-    """Whether random generators take the states. Generators of GPUs are not asked."""
+    """Whether random generators take the states. States of GPUs are not tried."""
     if not isinstance(value, Mapping) or not _list_of(_is(torch.Tensor))(value.get("cuda")):
         return False
     try:
@@ -65,7 +65,7 @@ def _of_generators(value: Any) -> bool:
         random.Random().setstate(value["python"])
         name, keys, *rest = value["numpy"]
         np.random.RandomState().set_state((name, keys.numpy().astype(np.uint32), *rest))
-    except Exception:  # Of hostile values, of any class.
+    except Exception:  # Hostile values raise errors of any class.
         return False
     return True
 
@@ -101,8 +101,8 @@ _OPTIONAL = {
 
 
 def check_entries(state: Mapping[str, Any], where: str, names: Collection[str] = tuple(_ENTRIES)) -> None:
-    """Raise ValueError unless a state has the entries `names`, and all of these and of the optional ones are of the
-    types that `graph.save` writes. `where` names the file in errors."""
+    """Raise ValueError unless a state has the entries `names`, and these and its optional entries have the types that
+    `graph.save` writes. `where` names the file in errors."""
     for name, entry in (_ENTRIES | _OPTIONAL).items():
         if name in names and name not in state:
             raise ValueError(f"{where} is damaged: it has no entry {name!r}; {_ADVICE}")

@@ -140,8 +140,7 @@ def _inspect_rows(path: str, snapshot: str, as_json: bool) -> None:
     whole = look_at([path]).get(snapshot)
     with ExitStack() as stack:
         if whole.before:
-            rows = owned_rows(whole, 0, 1)
-            stack.callback(rows.close)
+            rows = stack.enter_context(owned_rows(whole, 0, 1))
             found = histograms([(whole.info, rows)])
         else:
             parts = [(part.info, SnapshotReader.open(part.folder, part.info.name)) for part in whole.parts]

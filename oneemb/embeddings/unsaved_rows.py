@@ -31,8 +31,8 @@ _refusal: ContextVar[str] = ContextVar("_refusal", default="")
 
 @contextmanager
 def taking_no_folder(why: str) -> Iterator[None]:
-    """Block in which new embeddings take no folder, because only their arguments are read. A call on such an embedding
-    that needs the folder, now or later, raises StorageError; `why` follows the name of the embedding in its text."""
+    """Block in which new embeddings take no folder, because only their arguments are read. Any later call that needs
+    the folder of such an embedding raises StorageError; `why` follows the name of the embedding in the error."""
     token = _refusal.set(why)
     try:
         yield
@@ -42,7 +42,7 @@ def taking_no_folder(why: str) -> Iterator[None]:
 
 def take_folder(folder: str, name: str, ranks: int) -> str:
     """Close the embedding of this process that holds `folder`, if there is one, for a new embedding `name`. Returns ""
-    or, in a block of `taking_no_folder`, the text of the error of calls that need the folder.
+    or, in a block of `taking_no_folder`, the text of the error that calls on the folder shall raise.
 
     Args:
         ranks: number of ranks; folders of several ranks are not taken over.

@@ -274,12 +274,12 @@ _READ_VALUES = frozenset(
     " linalg_vector_norm linear mH mT matmul matrix_H mm moveaxis movedim mv norm numpy_T permute select swapaxes"
     " swapdims t take take_along_dim tensordot transpose unbind unsqueeze".split()
 )
-"""Names of aten ops for a matrix of rows. Optimizers and trainers call none of them on all parameters."""
+"""Names of aten ops that read rows of a matrix. Optimizers and trainers call none of them on all parameters."""
 
 _PRODUCTS = frozenset(
     "__matmul__ __rmatmul__ addmm bmm cdist einsum embedding embedding_bag linear matmul mm mv".split()
 )
-"""Names of torch functions for a matrix of rows. No tool calls them on the data of all parameters."""
+"""Names of torch functions that read rows of a matrix. No tool calls them on the data of all parameters."""
 
 
 def refuse_values(name: str, what: str) -> Never:
@@ -367,9 +367,10 @@ class _HoldsNone(torch.Tensor):
 
 
 class _Dispatching(torch.nn.Parameter):
-    """Class of a new weight: torch then asks an object for `__torch_dispatch__` at each aten op, which attributes, such
-    as `grad`, are not. Later the object has a class and a function of its own: torch's compiler takes a class with this
-    method for no tensor."""
+    """Class with which a weight is made. Torch marks an object of a class that has `__torch_dispatch__`, and from then
+    on calls the object's `__torch_dispatch__` for each aten op; an attribute such as `grad` is no op. `begin_weight`
+    then gives the object another class and a function of its own, since torch.compile takes no object of a class with
+    this method for a tensor."""
 
     @classmethod
     def __torch_dispatch__(cls, *args: object, **kwargs: object) -> Never:
@@ -377,12 +378,12 @@ class _Dispatching(torch.nn.Parameter):
 
 
 class RowWeight(torch.nn.Parameter, _HoldsNone):
-    """Parameter that stands for rows, and refuses values and uses of them."""
+    """Parameter that stands for rows: a write of values, or a use as a matrix of rows, is an error."""
 
     def __getitem__(self, index: object) -> Never:
         refuse_reads(self.name, "weight[...]")
 
-    # Torch makes these of no object with a dispatch function.
+    # Torch's own methods refuse an object with a dispatch function.
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self._plain())

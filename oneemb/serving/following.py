@@ -67,8 +67,8 @@ class Following:
         return self._lock
 
     def _own_turn(self) -> "threading.RLock":
-        """Lock of a call that loads a version, for classes whose calls must not load two at once. Taken before the lock
-        of `_own_lock`; a child of fork makes a new one, too."""
+        """Lock under which a call loads a version, for classes that load one version at a time. A call takes it before
+        the lock of `_own_lock`. A child of fork makes a new lock."""
         if self._process != os.getpid():
             self._make_locks()
         return self._turn

@@ -145,8 +145,8 @@ class ServedModel(Following):
         return self._current is not before
 
     def _refresh(self, stop: Callable[[], bool]) -> None:
-        """Work of the follower: a checkpoint that has failed is tried more and more rarely. A call of `refresh` in
-        another thread takes its place, so that who stops the follower need not wait for that call."""
+        """Work of the follower: a checkpoint that has failed is tried more and more rarely. While another thread
+        refreshes, the follower does nothing, so that `unfollow` does not wait for that thread."""
         turn = self._own_turn()
         if turn.acquire(blocking=False):
             try:

@@ -1,6 +1,6 @@
 """Dense weights, extra states and names of snapshots of a checkpoint, found by the names of a module's parts.
 
-Invariant: a checkpoint whose entries are not those of a checkpoint is a ValueError that names the file.
+Invariant: a checkpoint with entries of wrong types is a ValueError that names the file.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 _EXTRA = "_extra_state"
 _WRAPPED = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""Attributes in which torch's wrappers (`torch.compile`, DistributedDataParallel, FullyShardedDataParallel,
-`checkpoint_wrapper`) have the wrapped module; they are parts of names in a state dict."""
+"""Names of the attributes in which torch's wrappers (`torch.compile`, DistributedDataParallel,
+FullyShardedDataParallel, `checkpoint_wrapper`) hold the wrapped module. They are parts of names in a state dict."""
 
 
 class Weights(NamedTuple):
@@ -39,8 +39,8 @@ class _Names(NamedTuple):
 def weights_for(
     module: torch.nn.Module, places: Collection[str], checkpoint: object, prefix: str | None, path: str
 ) -> Weights:
-    """Weights of a module in a checkpoint, by the names of the module's parts. Names of wrappers of torch in the
-    checkpoint or in the module, such as `_orig_mod`, are left out where the names do not fit with them.
+    """Weights of a module in a checkpoint, by the names of the module's parts. If the names do not fit, the names of
+    torch's wrappers, such as `_orig_mod`, are left out of them, in the checkpoint and in the module.
 
     Args:
         places: names of the embeddings in the module.
@@ -66,7 +66,7 @@ def weights_for(
                 return fit
     first = names.places[0]
     saved = sorted(name for weights in found for name in weights.snapshots)
-    told = "; ".join(f"under {its!r}, {problem}" for its, problem in problems.items())
+    told = "; ".join(f"under {tried!r}, {problem}" for tried, problem in problems.items())
     raise ValueError(
         f"{path} does not fit the module: {told or f'no name ends in {first!r}'}; its embeddings are {saved}. Serve the"
         " module that the job has saved, or give its name in the checkpoint as prefix="
@@ -82,7 +82,7 @@ def set_weights(module: torch.nn.Module, weights: Weights, path: str) -> None:
                 tensor.copy_(weights.tensors[name])
         for name, part in with_extra_state(module).items():
             part.set_extra_state(weights.extra[name])
-    except Exception as error:  # Of the class of the part.
+    except Exception as error:  # A module's own `set_extra_state` may raise any error.
         raise ValueError(
             f"{path} does not fit the module: {name!r} does not take its state there: {type(error).__name__}: {error};"
             " serve the module that the job has saved, or take another checkpoint"
@@ -93,19 +93,19 @@ def _fit(
     weights: Weights, names: _Names, prefix: str | None, named: Callable[[str], str], problems: dict[str, str],
     path: str,
 ) -> Weights | None:  # fmt: skip
-    """`weights` by the names of the module, if they fit with all names changed by `named`; else None, and `problems`
-    has the reason for each prefix."""
+    """`weights` under the names of the module, if these fit after `named` has changed all names. Otherwise None, and
+    `problems` gets {prefix: reason}."""
     tensors, extra, snapshots = (_renamed(part, named) for part in weights)
     shapes = _renamed(names.shapes, named)
     if tensors is None or extra is None or snapshots is None or shapes is None:
         return None  # Two names are equal without those of wrappers.
     first, fits = named(names.places[0]), dict[str, Weights]()
-    for its in [_before(name, first) for name in snapshots] if prefix is None else [named(prefix)]:
-        if its is None:
+    for tried in [_before(name, first) for name in snapshots] if prefix is None else [named(prefix)]:
+        if tried is None:
             continue
 
-        def there(name: str, its: str = its) -> str:
-            return _joined(its, named(name))
+        def there(name: str, tried: str = tried) -> str:
+            return _joined(tried, named(name))
 
         has = {name: tensors.get(there(name)) for name in names.shapes}
         missing = [name for name in names.places if there(name) not in snapshots]
@@ -117,20 +117,20 @@ def _fit(
             if tensor is not None and tuple(tensor.shape) != names.shapes[name]
         ]
         if not missing and not other:
-            fits[its] = Weights(
+            fits[tried] = Weights(
                 {name: tensors[there(name)] for name in names.shapes},
                 {name: extra[there(name)] for name in names.extra},
                 {name: snapshots[there(name)] for name in names.places},
             )
-        problems[its] = other[0] if other else f"it has no {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}"
+        problems[tried] = other[0] if other else f"it has no {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}"
     if len(fits) > 1:
         raise ValueError(f"{path} has several modules that fit, {list(fits)}; give one of these names as prefix=")
     return next(iter(fits.values()), None)
 
 
 def _weights_in(found: object, path: str) -> Weights | None:
-    """Weights in a file of `graph.save`, or in a state dict; None = no embedding is there. ValueError if an entry of
-    the file is no entry of such files."""
+    """Weights in the content of a file of `graph.save`, or in a state dict; None = neither, or without an embedding.
+    ValueError if an entry has a wrong type."""
     if not isinstance(found, Mapping):
         return None
     if {"format", "embeddings", "tensors", "extra"} <= found.keys():
@@ -157,12 +157,12 @@ def _as_named(name: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """The name without those of wrappers."""
+    """The name without the names of wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
 def _renamed(values: Mapping[str, T], named: Callable[[str], str]) -> dict[str, T] | None:
-    """`values` by changed names; None = two of the names are equal."""
+    """`values` under changed names; None = two of the changed names are equal."""
     renamed = {named(name): value for name, value in values.items()}
     return renamed if len(renamed) == len(values) else None
 

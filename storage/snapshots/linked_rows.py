@@ -23,7 +23,7 @@ class LinkedRows:
     Args:
         links: readers of the parts of each snapshot: first the snapshot that is no delta, then the deltas in order.
             `close` closes the readers.
-        keep: keeps the keys whose rows are read; None = all rows of snapshots that have one part each.
+        keep: says which keys are kept; only their rows are read. None = all; each snapshot then has one part.
     """
 
     def __init__(self, links: Sequence[Sequence[SnapshotReader]], keep: Keep | None = None):
@@ -45,8 +45,8 @@ class LinkedRows:
         return self._count
 
     def keys(self, keep: Keep) -> tuple[np.ndarray, np.ndarray]:
-        """Keys of the rows that `keep` keeps too: table_N int32, id_N int64. Reads only keys. CorruptTableError as for
-        `scan`."""
+        """Keys of the kept rows that this `keep` keeps too: table_N int32, id_N int64. Reads only keys. Raises
+        CorruptTableError as `scan` does."""
         found = [(np.empty(0, np.int32), np.empty(0, np.int64)), *self._keys(keep)]
         return np.concatenate([table_N for table_N, _ in found]), np.concatenate([id_N for _, id_N in found])
 

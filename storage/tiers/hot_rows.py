@@ -104,8 +104,7 @@ class HotRows(Tier, Protocol):
 
         Returns:
             slot_U, int64 [U], valid until it is released; and the keys, cut to their actual number U. On a GPU both may
-            have room for more: slots beyond the actual number are `BEYOND`, and `Backend.counted` cuts the
-            keys.
+            have room for more: slots beyond the actual number are `BEYOND`, and `Backend.counted` cuts the keys.
 
         Raises:
             StoreFullError: the rows do not fit beside those that are pinned, or there would be too many.
