@@ -2,6 +2,7 @@
 fixed choice of rows.
 
     python benchmarks/bench_cache_policy.py [--half-life 1 4 8 16 64] [--lookahead 16] [--cases zipf drift ...]
+                                            [--traces FOLDER]
 
 The hot tier itself runs, over a store that has every row; only which rows are asked for is made up or read:
 
@@ -10,7 +11,8 @@ The hot tier itself runs, over a store that has every row; only which rows are a
     fast drift  the same within 400 batches, in which a cache of 20 % takes in its own size some 7 times
     scan        Zipf's law, and in 50 of every 300 batches ids never seen before or after
     kuairand    the click log of the examples, event after event, all 65 fields; only where the data is
-    orm, web    traces of a shop's database in a busy hour, and of the pages of a shop; only where the data is
+    orm, web    traces of a shop's database in a busy hour, and of the pages of a shop: orm-busy.trace.xz and
+                web12.trace.xz in FOLDER
 
 Caches hold 1, 5, 10 and 20 % of the rows there are. `--lookahead` is the number of batches that a loop reads ahead.
 `--half-life` tries "lfu" with other half-lives, in multiples of the cache's slots; 8 is built in. Printed are, after
@@ -22,6 +24,7 @@ chosen with hindsight, once and for all, would hold.
 """
 
 import argparse
+import functools
 import json
 import lzma
 import sys
@@ -63,8 +66,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--half-life", type=float, nargs="*", default=[hot_tier.HALF_LIFE])
     parser.add_argument("--lookahead", type=int, nargs="*", default=[16])
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--cases", nargs="*", default=[*CASES, *TRACES], choices=[*CASES, *TRACES])
     parser.add_argument("--batches", type=int, default=1600)
+    parser.add_argument("--traces", type=Path, metavar="FOLDER")
     options = parser.parse_args()
     print(json.dumps(machine()), flush=True)
     policies: dict[str, tuple[str, float, int]] = {"lru": ("lru", 1, 0)}
@@ -74,11 +78,12 @@ def main() -> None:
             policies[f"{name}, {ahead} ahead" if ahead else name] = ("lfu", half_life, ahead)
     rate_rows, read_rows = [], []
     for case in options.cases:
-        batches = [id_U.astype(np.int64) for id_U in CASES[case](options.batches)]
+        make = functools.partial(trace, options.traces, *TRACES[case]) if case in TRACES else CASES[case]
+        batches = [id_U.astype(np.int64) for id_U in make(options.batches)]
         if not batches:
             print(f"{case}: no data here", file=sys.stderr)
             continue
-        known = len(np.unique(np.concatenate(batches))) if case in ("kuairand", "orm", "web") else _ROWS
+        known = len(np.unique(np.concatenate(batches))) if case in ("kuairand", *TRACES) else _ROWS
         largest = max(map(len, batches))
         for share in _SHARES:
             slots = int(known * share)
@@ -183,10 +188,9 @@ def kuairand(batches: int, size: int = 32) -> Iterator[np.ndarray]:
         yield id_U[id_U >= 0]
 
 
-def trace(batches: int, name: str, dtype: str, size: int) -> Iterator[np.ndarray]:
-    path = Path(__file__).resolve().parents[2] / "shared/data/traces" / name
-    if path.is_file():
-        id_N = np.frombuffer(lzma.open(path).read(), dtype)
+def trace(folder: Path | None, name: str, dtype: str, size: int, batches: int) -> Iterator[np.ndarray]:
+    if folder is not None:
+        id_N = np.frombuffer(lzma.open(folder / name).read(), dtype)
         for first in range(0, min(len(id_N), batches * size), size):
             yield np.unique(id_N[first : first + size])
 
@@ -197,9 +201,9 @@ CASES: dict[str, Callable[[int], Iterator[np.ndarray]]] = {
     "fast drift": lambda batches: drift(batches, 400),
     "scan": scan,
     "kuairand": kuairand,
-    "orm": lambda batches: trace(batches, "orm-busy.trace.xz", "<i4", 2048),
-    "web": lambda batches: trace(batches, "web12.trace.xz", ">i4", 256),
 }
+# Each trace: its file, the dtype of ids there, and the size of a batch.
+TRACES = {"orm": ("orm-busy.trace.xz", "<i4", 2048), "web": ("web12.trace.xz", ">i4", 256)}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ alike for both types: arithmetic, comparison, indexing by an array."""
 
 
 BEYOND = -2
-"""On a GPU, slot in each place beyond the keys that there are. -1 = the key of the place has no slot."""
+"""Slot, on a GPU, in each place after the last key of a lookup. -1 is the slot of a key that has none."""
 
 
 @dataclass(frozen=True)

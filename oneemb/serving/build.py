@@ -201,7 +201,8 @@ def open_snapshot(
 
 
 def _open_made(source: Source, snapshot: PartedSnapshot, threads: Threads, stop: Callable[[], bool]) -> ServedFile:
-    """Open file of this snapshot, made if it does not exist. Of older files of the same kind the newest two stay."""
+    """Open file of this snapshot, made if it does not exist. Of the files with its dtype and tables, a file that was
+    just made and the two newest stay."""
     kind = _kind(source)
     name = f"{snapshot.sequence:012d}-{snapshot.info.identity}-{kind}.serving"
     path = os.path.join(source.folder, name)

@@ -170,9 +170,9 @@ class PinnedRows:
     def read(
         self, below: RowSource, table_N: np.ndarray, id_N: np.ndarray
     ) -> Iterator[tuple[slice, np.ndarray, torch.Tensor]]:
-        """The rows of keys in a store below the tier, a part of the keys at a time: the part, whether each of its keys
-        has no row there, and the rows on the device, with any numbers for such keys. Copies may still be in progress
-        when a part comes."""
+        """Yield the rows of keys in a store below the tier, a part of the keys at a time: (part, missing_N, rows).
+        missing_N says which keys of the part have no row below; `rows`, on the device, has any numbers for these. The
+        copy of a part may still be in progress when the part is yielded."""
         for part in self.parts(len(id_N)):
             buffer = self._next()
             row_NW = buffer.rows(part.stop - part.start)
@@ -205,7 +205,7 @@ class PinnedRows:
 
 
 class _Buffer:
-    """Page-locked memory for `rows_max` rows, or fewer until so many have been copied at a time."""
+    """Page-locked memory that grows with the rows that are copied at a time, up to `rows_max` rows."""
 
     def __init__(self, rows_max: int, row_width: int, gpu: Gpu):
         self._rows_max, self._row_width, self._gpu = rows_max, row_width, gpu
@@ -229,7 +229,7 @@ class _Buffer:
         return self._row_BW[:size].numpy()
 
     def to_device(self, row_NW: np.ndarray) -> torch.Tensor:
-        """Copy on the device of what `rows` returned. It may still be in progress when the call returns."""
+        """Copy on the device of the array that `rows` returned. The copy may be in progress when the call returns."""
         rows = self._row_BW[: len(row_NW)].to(self._gpu.device, non_blocking=True, copy=True)
         self._copied()
         return rows
@@ -241,7 +241,7 @@ class _Buffer:
         self._copied()
 
     def arrived(self, size: int) -> np.ndarray:
-        """The first `size` rows of the buffer, once they are there."""
+        """The first `size` rows of the buffer, after the copy into it has ended."""
         self._wait()
         return self._row_BW[:size].numpy()
 
