@@ -79,8 +79,14 @@ def in_child(function, timeout=600):
         except BaseException:
             childs.send((False, traceback.format_exc()))
 
-    child = FORK.Process(target=run)
-    child.start()
+    while True:
+        child = FORK.Process(target=run)
+        try:
+            child.start()
+            break
+        except RuntimeError as error:  # filelock, which torch imports, lets one thread at a time fork.
+            if "filelock" not in str(error):
+                raise
     childs.close()
     try:
         assert ours.poll(timeout), "the child hangs"

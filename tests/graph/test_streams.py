@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from oneemb.graph import prefetch, streams
-from oneemb.graph.ops import Keys
+from oneemb.graph.ops import BatchKeys
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
 from oneemb.storage.tiers.hot_rows import Prefetched
 from tests.support.interrupts import interrupted
@@ -102,7 +102,7 @@ def test_tensors_are_found_in_keys_and_prefetched_rows_and_nowhere_else(on_gpu):
     keys = DeviceKeys(*tensors[:5], check=lambda: None)
     store = SimpleNamespace(row_SW=torch.zeros(1))
     values = [
-        Keys(torch.Size([1]), keys, None, None), Prefetched(store, None, tensors[5], 0, 0), {"a": [tensors[6]]},
+        BatchKeys(torch.Size([1]), keys, None, None), Prefetched(store, None, tensors[5], 0, 0), {"a": [tensors[6]]},
         (tensors[7], 3, "x"),
         np.zeros(2),
     ]  # fmt: skip
