@@ -209,15 +209,15 @@ def _members(
     """({name of a store in the graph: its place in a merged store}, {name: merged store}).
 
     Stores are merged if they are on the host, their rows have the same format, and one param group trains them. Stores
-    without a lookup count too, so that all plans of these modules merge the same stores. Four kinds of stores are not:
+    without a lookup count too, so that all plans of these modules merge the same stores. These stores are not merged:
 
-    - on a GPU, since its loops are given one slab, and slabs of several stores are no one array there;
-    - in eval mode, since merging saves the search for keys and the update of rows that are pinned (`reserve`), and a
-      lookup in eval mode pins none: it reads its rows at once (`peek`), and no update follows;
-    - with ranks, since their lookups are announced in one exchange already (`announce`), read copies that the owners
-      send, in arrays that are new in each step, and their gradients go to the owners, for each embedding, first;
-    - with a policy, since `MergedStore` pins the rows that it finds without a call of their stores, whose policy
-      engines have to count each use, and may give one key several slots (temporary rows).
+    - stores on a GPU: a loop takes one slab, and the slabs of several stores are several arrays there;
+    - stores in eval mode: merging saves time where rows are pinned (`reserve`) and updated, and a lookup in eval mode
+      reads its rows at once (`peek`), without pins and without an update;
+    - stores of ranks: one exchange has all their lookups already (`announce`), rows are copies that the owners send, in
+      new arrays in each step, and the gradients of each embedding go to the owners first;
+    - stores with a policy: `MergedStore` pins the rows that it finds without a call of their stores, but a policy
+      engine has to count each use, and may give one key several slots (temporary rows).
     """
     alike: dict[Hashable, list[str]] = {}
     for name, embedding in embeddings.items():

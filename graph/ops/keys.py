@@ -166,7 +166,7 @@ def bags_of(
     if not isinstance(include_last_offset, bool | np.bool_):
         raise TypeError(
             f"include_last_offset must be True or False, got {type(include_last_offset).__name__}"
-            f" {include_last_offset!r:.100}; offsets of nn.EmbeddingBag are without the last one, False, by default"
+            f" {include_last_offset!r:.100}; nn.EmbeddingBag's default is False: its offsets leave out the last one"
         )
     if not isinstance(ids, torch.Tensor) or ids.layout is not torch.strided or ids.is_nested:
         raise _no_dense_tensor(ids, "integers")

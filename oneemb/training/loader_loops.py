@@ -63,7 +63,7 @@ class Loop(Generator[Any, None, None]):
             return
         if inspect.getgeneratorstate(steps) == inspect.GEN_CREATED:
             warnings.warn(
-                "a result of graph.run(loader) was dropped before its first step, so it has made none; iterate over it:"
+                "a result of graph.run(loader) was dropped before its first step, so no step was made; iterate over it:"
                 " for loss in graph.run(loader): ...",
                 stacklevel=2,
             )
