@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 from oneemb.storage.errors import CorruptTableError, StorageError
@@ -36,15 +36,29 @@ class ObjectStore:
         options: arguments for the file system of fsspec, such as credentials.
 
     Raises:
-        ValueError: fsspec knows no file system for the URL.
+        TypeError: the URL is no text, or options is no dict of arguments.
+        ValueError: the URL is empty, or fsspec knows no file system for the URL.
         ImportError: the package of the file system is missing.
     """
 
     def __init__(self, url: str, options: dict[str, Any] | None = None):
         import fsspec
 
+        url = os.fspath(url) if isinstance(url, os.PathLike) else url
+        if not isinstance(url, str):
+            raise TypeError(
+                f"url must be a str, such as 's3://bucket/items', got {type(url).__name__} {url!r:.100}; give where the"
+                " snapshots lie"
+            )
+        if not url.strip():
+            raise ValueError(f"url must say where the snapshots lie, such as 's3://bucket/items', got {url!r}")
+        if options is not None and not (isinstance(options, dict) and all(isinstance(name, str) for name in options)):
+            raise TypeError(
+                "options must be a dict of arguments for the file system of fsspec, such as {'key': ..., 'secret':"
+                f" ...}}, got {type(options).__name__}"
+            )
         try:
-            fs, root = fsspec.core.url_to_fs(str(url), use_listings_cache=False, **(options or {}))
+            fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **(options or {}))
         except ImportError as error:
             raise ImportError(f"{url} needs a package that is not installed: {error}") from error
         except ValueError as error:
@@ -52,7 +66,7 @@ class ObjectStore:
                 f"url must be one that fsspec knows, such as s3://bucket/items, got {url!r}: {error}"
             ) from error
         self._fs, self._root = fs, root.rstrip("/")
-        self.url = str(url).rstrip("/")
+        self.url = url.rstrip("/")
         self._local = isinstance(fs, fsspec.implementations.local.LocalFileSystem)
 
     def _path(self, key: str) -> str:
@@ -194,6 +208,26 @@ class ObjectStore:
             self._tried("removed", key, lambda: self._fs.rm_file(self._path(key)))
         except FileNotFoundError:
             pass
+
+
+def folder_at(path: str | os.PathLike[str]) -> str:
+    """Absolute path of a table's folder, without links. TypeError unless `path` is a path."""
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise TypeError(f"path must be that of a table's folder, got {type(path).__name__} {path!r:.100}")
+    return os.path.realpath(os.fsdecode(path))
+
+
+def check_names(names: Collection[str] | None) -> None:
+    """Raise TypeError unless `names` is a list of names of snapshots or None."""
+    if names is not None and not (
+        isinstance(names, Collection)
+        and not isinstance(names, str | bytes)
+        and all(isinstance(name, str) for name in names)
+    ):
+        raise TypeError(
+            f"names must be a list of names of snapshots, such as ['base'], or None for all, got"
+            f" {type(names).__name__} {names!r:.100}"
+        )
 
 
 def object_key(digest: str) -> str:

@@ -18,7 +18,7 @@ from oneemb.storage.errors import CorruptTableError, LockedError, SnapshotNotFou
 from oneemb.storage.fs import LocalFileSystem, doing
 from oneemb.storage.new_files import new_file
 from oneemb.storage.objects.manifests import StoredFile, StoredPart, current_of, get_part, names_in
-from oneemb.storage.objects.object_store import ObjectStore
+from oneemb.storage.objects.object_store import ObjectStore, check_names, folder_at
 from oneemb.storage.objects.transfers import Progress, Progressing, in_order
 from oneemb.storage.snapshots.backup import backup_folder
 from oneemb.storage.table.chunk_scan import read_keys
@@ -43,8 +43,8 @@ class PullResult:
 
 
 def pull(
-    url: str, path: str, names: Collection[str] | None = None, *, options: dict[str, Any] | None = None,
-    progress: Progress | None = None,
+    url: str, path: str | os.PathLike[str], names: Collection[str] | None = None, *,
+    options: dict[str, Any] | None = None, progress: Progress | None = None,
 ) -> PullResult:  # fmt: skip
     """Copy snapshots of an object store to the folder `path`, which may have snapshots of the same table.
 
@@ -59,10 +59,12 @@ def pull(
         CorruptTableError: an object is missing or damaged, or the folder has been damaged.
         LockedError: another pull writes to `path`, or a job uses it.
         StorageError: the folder has chunks of another table, or the store or a file cannot be used.
+        TypeError: an argument is of a wrong type.
         ValueError, ImportError: the URL is none that fsspec knows, or a package is missing.
     """
+    check_names(names)
     store = ObjectStore(url, options)
-    work = _Pull(store, os.path.realpath(path), progress)
+    work = _Pull(store, folder_at(path), progress)
     wanted = names_in(store) if names is None else sorted(names)
     if not wanted and names is None:
         raise SnapshotNotFoundError(f"{store.url} must have snapshots, it has none; push some, or correct the URL")

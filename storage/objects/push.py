@@ -29,7 +29,7 @@ from oneemb.storage.objects.manifests import (
     remove_current,
     remove_part,
 )
-from oneemb.storage.objects.object_store import ObjectStore, Piece, object_key
+from oneemb.storage.objects.object_store import ObjectStore, Piece, check_names, folder_at, object_key
 from oneemb.storage.objects.transfers import Progress, Progressing, in_order
 from oneemb.storage.snapshots.snapshot_parts import FoundParts, Part, look_at
 from oneemb.storage.table.chunk_damage import examine_chunk
@@ -75,8 +75,8 @@ class CleanResult:
 
 
 def push(
-    path: str, url: str, names: Collection[str] | None = None, *, options: dict[str, Any] | None = None,
-    progress: Progress | None = None,
+    path: str | os.PathLike[str], url: str, names: Collection[str] | None = None, *,
+    options: dict[str, Any] | None = None, progress: Progress | None = None,
 ) -> PushResult:  # fmt: skip
     """Copy snapshots of the table at `path`, or of the tables of ranks there, to an object store.
 
@@ -91,10 +91,12 @@ def push(
     Raises:
         SnapshotNotFoundError: there is no snapshot of one of the names.
         StorageError: there is no table, or the store or a file cannot be used.
+        TypeError: an argument is of a wrong type.
         ValueError, ImportError: the URL is none that fsspec knows, or a package is missing.
     """
+    check_names(names)
     store = ObjectStore(url, options)
-    work = _Push(store, os.path.realpath(path), progress)
+    work = _Push(store, folder_at(path), progress)
     work.run(names)
     return work.result
 

@@ -503,3 +503,35 @@ def test_the_commands_do_it(tmp_path, url):
     assert run("stored", "clean", url, "--older-than-hours", "0")["objects"] > 0
     assert run("pull", url, tmp_path / "copy")["pulled"] == ["b"]
     assert held_at(tmp_path / "copy") == {"b": held["b"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"names": "base"}, TypeError, "names must be a list of names of snapshots, .* got str 'base'"),
+        ({"names": [3]}, TypeError, r"names must be a list .* got list \[3\]"),
+        ({"names": 3}, TypeError, "names must be a list .* got int 3"),
+        ({"url": None}, TypeError, "url must be a str, .* got NoneType None"),
+        ({"url": b"file:///x"}, TypeError, "url must be a str, .* got bytes"),
+        ({"url": ""}, ValueError, "url must say where the snapshots lie"),
+        ({"path": None}, TypeError, "path must be that of a table's folder, got NoneType"),
+        ({"path": 0}, TypeError, "path must be that of a table's folder, got int 0"),
+        ({"options": "key"}, TypeError, "options must be a dict of arguments .* got str"),
+        ({"options": {1: 2}}, TypeError, "options must be a dict of arguments .* got dict"),
+    ],
+)
+def test_arguments_of_wrong_types_are_named_and_write_nothing(tmp_path, monkeypatch, arguments, error, says):
+    saved_table(tmp_path / "live", ["base"])
+    monkeypatch.chdir(tmp_path)
+    for call in push, pull:
+        given = {"url": f"file://{tmp_path}/objects", "path": tmp_path / "live", **arguments}
+        with pytest.raises(error, match=says):
+            call(**given)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["live"]
+
+
+def test_paths_may_be_bytes_and_urls_of_folders_may_be_paths(tmp_path):
+    held = saved_table(tmp_path / "live")
+    push(bytes(tmp_path / "live"), tmp_path / "objects")
+    pull(tmp_path / "objects", bytes(tmp_path / "copy"))
+    assert held_at(tmp_path / "copy") == held
