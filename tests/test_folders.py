@@ -447,8 +447,8 @@ def test_the_step_of_another_thread_ends_before_its_folder_goes(tmp_path, monkey
         releases.start()
         assert embedding.store.built
         goes_on.set()
-        job.join(60)
-        releases.join(60)
+        job.join(600)
+        releases.join(600)
     assert not embedding.store.built and not job.is_alive()
     second = make_embedding(tmp_path)
     second.load_snapshot("s")

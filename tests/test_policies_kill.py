@@ -87,7 +87,7 @@ def load_last(embedding):
 def killed(path, saves, seconds):
     """The last step that a job announced before it was killed, some time after so many saves."""
     child = RankJob(0, job, str(path))
-    end = time.monotonic() + 120
+    end = time.monotonic() + 600
     while len(child.reports[0]) < saves:
         assert time.monotonic() < end, child.texts()
         time.sleep(0.005)

@@ -168,13 +168,13 @@ def test_locks_of_several_stores_are_taken_in_one_order_and_given_back():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert len(done) == 900
     with pytest.raises(KeyError):
         alone(locks, lambda: {}["none"])
     thread = threading.Thread(target=use, args=(locks,))
     thread.start()
-    thread.join(60)
+    thread.join(600)
     assert not thread.is_alive(), "an error in the block gives the locks back"
 
 
@@ -290,7 +290,7 @@ def test_marks_that_come_while_rows_are_listed_have_room(tmp_path):
 def held(lock):
     """A thread that holds a lock of steps until the event is set."""
     begun, go_on = threading.Event(), threading.Event()
-    thread = threading.Thread(target=lambda: alone([lock], lambda: (begun.set(), go_on.wait(60))))
+    thread = threading.Thread(target=lambda: alone([lock], lambda: (begun.set(), go_on.wait(600))))
     thread.start()
     begun.wait()
     return thread, go_on
@@ -318,7 +318,7 @@ def test_what_takes_or_replaces_rows_waits_for_the_step_of_another_thread(tmp_pa
     thread.join(0.3)
     assert thread.is_alive()
     go_on.set()
-    thread.join(60)
+    thread.join(600)
     step.join()
     assert not thread.is_alive()
     embedding.close()
@@ -365,7 +365,7 @@ def test_an_import_with_state_is_whole_beside_a_step_of_another_thread(tmp_path)
             assert steps[0].is_alive(), "the step came into the middle of the import"
 
     oneemb.import_rows(target, tmp_path / "x.npz", with_state=True, batch_size=5, progress=step_meanwhile)
-    steps[0].join(60)
+    steps[0].join(600)
     assert target.stats()["step"] == 6
     source.close(), target.close()
 
@@ -391,7 +391,7 @@ def test_a_lookup_waits_for_the_rows_that_another_thread_is_writing(tmp_path, st
         thread.start()
         thread.join(0.3)
         assert thread.is_alive()
-    thread.join(60)
+    thread.join(600)
     assert not thread.is_alive()
     embedding.close()
 
@@ -421,7 +421,7 @@ def test_ctrl_c_ends_the_wait_of_a_lookup_for_the_turn_of_another_thread(tmp_pat
     def take_a_turn():
         with embedding.store.store_lock:
             begun.set()
-            go_on.wait(60)
+            go_on.wait(600)
 
     thread = threading.Thread(target=take_a_turn)
     thread.start()

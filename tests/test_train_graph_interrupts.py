@@ -161,7 +161,7 @@ def test_a_loop_that_is_left_while_its_loader_is_stuck_says_so_and_gives_back_wh
     def loader():
         yield from batches
         stuck.set()
-        go_on.wait(60)
+        go_on.wait(600)
 
     with pytest.warns(RuntimeWarning, match="its loader has given no batch"):
         for t, _ in enumerate(graph.run(loader(), prefetch_depth=3)):
@@ -208,7 +208,7 @@ def test_a_loop_closed_by_the_collector_on_its_own_thread_ends():
     def loader():
         yield batches[0]
         yield batches[1]
-        may_collect.wait(60)
+        may_collect.wait(600)
         gc.collect()
         yield from batches[2:]
 

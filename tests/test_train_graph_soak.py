@@ -83,7 +83,7 @@ def fork(graph):
     for _ in range(10):
         child = multiprocessing.get_context("fork").Process(target=check)
         child.start()
-        child.join(60)
+        child.join(600)
         if child.exitcode != ROWS_MOVED:
             break
     assert child.exitcode == 0

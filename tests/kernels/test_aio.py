@@ -56,7 +56,7 @@ class Reads:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        thread.join(60)
+        thread.join(600)
         assert found, "the loop has not ended"
         return found[0], failed_4.tolist(), out_UW
 

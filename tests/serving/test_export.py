@@ -318,7 +318,7 @@ def test_steps_do_not_wait_for_what_is_made_of_the_copies_and_do_not_change_it(t
     def make_while_training(*args, **kwargs):
         step = threading.Thread(target=lambda: steps.append(click(some_ids(32), torch.ones(32))))
         step.start()
-        step.join(60)
+        step.join(600)
         assert len(steps) == 1, "it waits for the export"
         return make_file(*args, **kwargs)
 

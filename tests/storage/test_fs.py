@@ -157,7 +157,7 @@ def test_a_child_has_no_lock_of_its_parent(tmp_path):
     locks = [fs.lock(f"{tmp_path}/{n}") for n in range(3)]
     fs.unlock(locks.pop())  # Nothing is left of it for the child to close.
     begin, done = multiprocessing.Event(), multiprocessing.Event()
-    child = in_child(lambda: begin.set() or done.wait(60))
+    child = in_child(lambda: begin.set() or done.wait(600))
     try:
         assert begin.wait(600)
         while locks:

@@ -254,7 +254,7 @@ def test_a_put_ends_when_another_thread_clears_or_closes_the_table(tmp_path, bac
             table.close()
         else:
             stop.set()
-        thread.join(60)
+        thread.join(600)
         stop.set()
         assert ended and (end == "clear" or "closed" in ended[0])
         table.close()

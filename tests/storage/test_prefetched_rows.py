@@ -176,7 +176,7 @@ def while_reading(monkeypatch):
         if calls:
             thread = threading.Thread(target=calls.pop())
             thread.start()
-            thread.join(60)
+            thread.join(600)
             assert not thread.is_alive(), "it waits for the read"
 
     real = RowsReadAhead.read
