@@ -91,12 +91,12 @@ class LookupPlan:
     def add_coming(self, found: Sequence[Any]) -> list[tuple[ComingBatches, int]]:
         """Tell the stores the keys of a coming batch, results of `find_keys`. Returns the number of the batch in each
         store that uses the keys."""
-        names = {node: place for place, node in enumerate(n for n in self.rows.graph.nodes if n.op == "placeholder")}
+        inputs = [node for node in self.rows.graph.nodes if node.op == "placeholder"]
         numbers: list[tuple[ComingBatches, int]] = []
         for node in self.rows.graph.nodes:
             if node.target is ops.prefetch:
                 store, keys = node.args
-                numbers += ops.add_coming(self.find(store.target), found[names[keys]])
+                numbers += ops.add_coming(self.find(store.target), found[inputs.index(keys)])
         return numbers
 
     def _inputs(self, values: Sequence[Any], announcement: ops.Announced | None = None) -> Sequence[Any]:

@@ -21,7 +21,7 @@ from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, Stor
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing, path_text
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.serving.served_file import ServedFile, ServedInfo, row_bytes_of
-from oneemb.storage.serving.served_writer import remove_served_files, write_served_file
+from oneemb.storage.serving.served_writer import remove_unfinished_files, write_served_file
 from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot, look_at
@@ -221,7 +221,7 @@ def _open_made(source: Source, snapshot: PartedSnapshot, threads: Threads, stop:
 
     try:
         if not os.path.exists(path):
-            remove_served_files(fs, source.folder)
+            remove_unfinished_files(fs, source.folder)
             make_file(path, snapshot, source.dtype, source.tables, threads=threads, progress=progress)
             files = sorted(one for one in os.listdir(source.folder) if one.endswith(f"-{kind}.serving"))
             for old in files[:-_KEPT]:

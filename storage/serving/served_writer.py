@@ -57,7 +57,7 @@ def write_served_file(
     # Each writer uses a temporary name of its own, so that no writer renames the unfinished file of another one.
     fs, temporary = fs or LocalFileSystem(), None
     try:
-        remove_served_files(fs, os.path.dirname(path), re.escape(os.path.basename(path)))
+        remove_unfinished_files(fs, os.path.dirname(path), re.escape(os.path.basename(path)))
         temporary, file = begin(fs, path, _DIGITS)
         try:
             writer = _Writer(fs, file, info, threads)
@@ -78,7 +78,7 @@ def write_served_file(
     return written
 
 
-def remove_served_files(fs: FileSystem, folder: str, name: str = r".*\.serving") -> None:
+def remove_unfinished_files(fs: FileSystem, folder: str, name: str = r".*\.serving") -> None:
     """Remove unfinished files of killed processes. `name`: regular expression of the names of the finished files."""
     remove_unfinished(fs, folder, name, _DIGITS, fs.remove)
 
