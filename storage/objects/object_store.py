@@ -68,6 +68,8 @@ class ObjectStore:
         self._fs, self._root = fs, root.rstrip("/")
         self.url = url.rstrip("/")
         self._local = isinstance(fs, fsspec.implementations.local.LocalFileSystem)
+        self.folder = os.path.realpath(root) if self._local else None
+        """The folder of the objects, if the store is one."""
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
@@ -82,7 +84,9 @@ class ObjectStore:
                 raise
             except (OSError, TimeoutError) as error:
                 if n == _TRIES - 1 or self._local:
-                    raise StorageError(f"{self.url}/{key} could not be {what}: {error}") from error
+                    raise StorageError(
+                        f"{self.url}/{key} could not be {what}: {error}; call again once the store can be used"
+                    ) from error
                 time.sleep(_WAIT_S * 2**n)
         raise AssertionError
 
@@ -215,6 +219,14 @@ def folder_at(path: str | os.PathLike[str]) -> str:
     if not isinstance(path, str | bytes | os.PathLike):
         raise TypeError(f"path must be that of a table's folder, got {type(path).__name__} {path!r:.100}")
     return os.path.realpath(os.fsdecode(path))
+
+
+def check_apart(store: ObjectStore, folder: str) -> None:
+    """Raise ValueError if the objects would lie among the files of the table in `folder`."""
+    if store.folder is not None and os.path.commonpath((store.folder, folder)) == folder:
+        raise ValueError(
+            f"url must be a folder outside of the table's, got {store.url} and the table {folder}; give another folder"
+        )
 
 
 def check_names(names: Collection[str] | None) -> None:

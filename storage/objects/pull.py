@@ -18,7 +18,7 @@ from oneemb.storage.errors import CorruptTableError, LockedError, SnapshotNotFou
 from oneemb.storage.fs import LocalFileSystem, doing
 from oneemb.storage.new_files import new_file
 from oneemb.storage.objects.manifests import StoredFile, StoredPart, current_of, get_part, names_in
-from oneemb.storage.objects.object_store import ObjectStore, check_names, folder_at
+from oneemb.storage.objects.object_store import ObjectStore, check_apart, check_names, folder_at
 from oneemb.storage.objects.transfers import Progress, Progressing, in_order
 from oneemb.storage.snapshots.backup import backup_folder
 from oneemb.storage.table.chunk_scan import read_keys
@@ -60,11 +60,14 @@ def pull(
         LockedError: another pull writes to `path`, or a job uses it.
         StorageError: the folder has chunks of another table, or the store or a file cannot be used.
         TypeError: an argument is of a wrong type.
-        ValueError, ImportError: the URL is none that fsspec knows, or a package is missing.
+        ValueError, ImportError: the URL is none that fsspec knows, or a folder in the table's; or a package is
+            missing.
     """
     check_names(names)
     store = ObjectStore(url, options)
-    work = _Pull(store, folder_at(path), progress)
+    folder = folder_at(path)
+    check_apart(store, folder)
+    work = _Pull(store, folder, progress)
     wanted = names_in(store) if names is None else sorted(names)
     if not wanted and names is None:
         raise SnapshotNotFoundError(f"{store.url} must have snapshots, it has none; push some, or correct the URL")
@@ -75,6 +78,7 @@ def pull(
 class _Pull:
     def __init__(self, store: ObjectStore, path: str, progress: Progress | None):
         self._fs, self._store, self._path, self._moved = LocalFileSystem(), store, path, Progressing(progress)
+        self._brought: set[str] = set()  # files of chunks that this pull has written or found
         self.result = PullResult()
 
     def run(self, names: Collection[str]) -> None:
@@ -163,11 +167,19 @@ class _Pull:
                     with suppress(FileNotFoundError):
                         os.remove(path)
                     os.link(there, path)
-            except (OSError, StorageError):
+            except (OSError, StorageError) as error:
+                if candidate in self._brought and isinstance(error, StorageError):
+                    raise StorageError(
+                        f"the snapshots in {self._store.url} must be of one table, two of those asked for have a chunk"
+                        f" {chunk.number} with different rows, as those of two jobs have; pull the snapshots of each by"
+                        " their names, into a folder of its own"
+                    ) from error
                 continue  # The folder has another chunk of this number, or the file system has no links.
+            self._brought.add(path)
             self._moved.add(file.size)
             return
         self._write(file, path)
+        self._brought.add(path)
 
     def _write(self, file: StoredFile, path: str) -> None:
         def download(n: int) -> bytes:

@@ -29,7 +29,7 @@ from oneemb.storage.objects.manifests import (
     remove_current,
     remove_part,
 )
-from oneemb.storage.objects.object_store import ObjectStore, Piece, check_names, folder_at, object_key
+from oneemb.storage.objects.object_store import ObjectStore, Piece, check_apart, check_names, folder_at, object_key
 from oneemb.storage.objects.transfers import Progress, Progressing, in_order
 from oneemb.storage.snapshots.snapshot_parts import FoundParts, Part, look_at
 from oneemb.storage.table.chunk_damage import examine_chunk
@@ -92,11 +92,14 @@ def push(
         SnapshotNotFoundError: there is no snapshot of one of the names.
         StorageError: there is no table, or the store or a file cannot be used.
         TypeError: an argument is of a wrong type.
-        ValueError, ImportError: the URL is none that fsspec knows, or a package is missing.
+        ValueError, ImportError: the URL is none that fsspec knows, or a folder in the table's; or a package is
+            missing.
     """
     check_names(names)
     store = ObjectStore(url, options)
-    work = _Push(store, folder_at(path), progress)
+    folder = folder_at(path)
+    check_apart(store, folder)
+    work = _Push(store, folder, progress)
     work.run(names)
     return work.result
 

@@ -535,3 +535,24 @@ def test_paths_may_be_bytes_and_urls_of_folders_may_be_paths(tmp_path):
     push(bytes(tmp_path / "live"), tmp_path / "objects")
     pull(tmp_path / "objects", bytes(tmp_path / "copy"))
     assert held_at(tmp_path / "copy") == held
+
+
+def test_snapshots_of_two_jobs_behind_one_url_are_pulled_by_their_names(tmp_path, url):
+    held = {name: saved_table(tmp_path / name, [name], seed=seed) for seed, name in enumerate("ab")}
+    for name in "ab":
+        push(tmp_path / name, url)
+    with pytest.raises(StorageError, match="must be of one table, two of those .* pull the snapshots of each by their"):
+        pull(url, tmp_path / "both")
+    for name in "ab":
+        pull(url, tmp_path / f"only-{name}", [name])
+        assert held_at(tmp_path / f"only-{name}") == held[name]
+
+
+@pytest.mark.parametrize("place", [".", "snapshots"])
+def test_objects_do_not_lie_among_the_files_of_a_table(tmp_path, place):
+    saved_table(tmp_path / "in" / "live")
+    before = sorted(tmp_path.rglob("*"))
+    for call in push, pull:
+        with pytest.raises(ValueError, match="url must be a folder outside of the table's"):
+            call(url=f"file://{tmp_path / 'in' / 'live' / place}", path=tmp_path / "in" / "live")
+    assert sorted(tmp_path.rglob("*")) == before
