@@ -245,7 +245,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         with hidden_from_modes():
             building = building_now()
             if building is None:
-                watched = self.rows_before_growth() if self.training and not has_gradient else None
+                watched = self.rows_before_growth() if self.training and not has_gradient and self.store.step else None
                 rows = self.lookups.look_up(self, lookup, self.training, has_gradient)
                 if watched is not None:
                     self.warn_of_growth(watched)

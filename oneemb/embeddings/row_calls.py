@@ -67,9 +67,9 @@ class RowCalls(torch.nn.Module):
         return torch.from_numpy(found_N).view(ids.shape)
 
     def rows_before_growth(self) -> int | None:
-        """Number of rows before a lookup in training mode without a gradient; None = the lookup gives no warning, since
-        the warning was given before, gradients are on, or no step has trained the rows."""
-        if not self.warns_of_growth or torch.is_grad_enabled() or not self.store.step or not self.store.built:
+        """Number of rows before a lookup in training mode without a gradient, of rows that a step has trained; None =
+        the lookup gives no warning, since the warning was given before, or gradients are on."""
+        if not self.warns_of_growth or torch.is_grad_enabled() or not self.store.built:
             return None
         return len(self.store.rows)
 

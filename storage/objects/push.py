@@ -225,7 +225,10 @@ class _Push:
             else:
                 stored = get_part(self._store, name, _identity(part), part.whole.shard)
             put_part(self._store, stored)
-        except (SnapshotNotFoundError, CorruptTableError) as error:
+        except StorageError as error:
+            is_lost = isinstance(error, SnapshotNotFoundError | CorruptTableError)
+            if not is_lost and not isinstance(error.__cause__, FileNotFoundError):
+                raise
             if self._is_here(part):
                 self.result.damaged[name] = str(error)
             elif name not in self.result.gone:

@@ -456,6 +456,20 @@ def test_a_push_beside_a_job_that_saves_and_deletes(tmp_path, url):
     assert all(rows == saved[name] for name, rows in found.items())
 
 
+def test_a_snapshot_that_is_deleted_while_its_file_is_read_is_gone(tmp_path, url, monkeypatch):
+    saved_table(tmp_path / "live", "ab")
+    original = push_module.copied
+
+    def deleted(fs, path, *args):
+        if path.endswith("b.snapshot"):
+            (tmp_path / "live/snapshots/b.snapshot").unlink()
+        return original(fs, path, *args)
+
+    monkeypatch.setattr(push_module, "copied", deleted)
+    result = push(tmp_path / "live", url)
+    assert result.gone == ["b"] and result.snapshots == ["a"] and result.damaged == {}
+
+
 @pytest.mark.parametrize("name", [".", "..", "a/b", "x y%2E", "ü~1"])
 def test_names_of_any_letters_keep_their_own_place(tmp_path, url, name):
     try:
