@@ -70,7 +70,7 @@ def rows(embedding, ids=IDS):
 
 
 def in_child(function, timeout=600):
-    """What a forked child's function gives; the child must end, however slow the machine is."""
+    """Result of a function that a forked child runs; the child must end, however slow the machine is."""
     ours, childs = FORK.Pipe(duplex=False)
 
     def run():

@@ -38,7 +38,7 @@ def make_optimizer(embedding):
 
 
 def write_over(weight, held):
-    """As torch does with a buffer that gradients are accumulated in."""
+    """Accumulate gradients in place, as torch does in a buffer."""
     held.zero_()
 
 
