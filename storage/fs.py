@@ -60,6 +60,10 @@ class FileSystem(Protocol):
     def read_into(self, file: int, out: memoryview, offset: int) -> int:
         """Read into `out`; returns the bytes read, fewer than asked for at the end of the file only."""
 
+    def will_read(self, path: str, size: int) -> None:
+        """Let the system read the first bytes of a file into its cache while the caller goes on, if it can. Raises
+        nothing where the file is missing or the disk fails: the read does."""
+
     def write(self, file: int, data: Any, offset: int) -> None: ...
 
     def sync(self, file: int) -> None: ...
@@ -143,6 +147,19 @@ class LocalFileSystem:
                 break
             done += size
         return done
+
+    def will_read(self, path: str, size: int) -> None:
+        try:
+            file = self.open(path)
+        except OSError:
+            return
+        try:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file, 0, size, os.POSIX_FADV_WILLNEED)
+        except OSError:
+            pass  # A file system without a cache.
+        finally:
+            self.close(file)
 
     def write(self, file: int, data: Any, offset: int) -> None:
         rest = memoryview(data).cast("B")

@@ -215,7 +215,7 @@ class _Check:
             except CorruptTableError as error:  # Of this part, which may be shorter than that of another snapshot.
                 self._problem(error, [record.info.name])
                 found.lost_unknown += len(row_N)
-                return ChunkKeys.empty(record.geometry, part), row_N[:0]
+                return ChunkKeys.empty(record.geometry, part.blocks), row_N[:0]
         found.add(SnapshotCheck(0, *state.lost(row_N)))
         return state.keys, row_N[state.has_keys(row_N)]
 

@@ -98,7 +98,7 @@ def examine_chunk(
     except StorageError as error:
         if not is_damage(error):
             raise
-        keys = ChunkKeys(*(np.zeros_like(array) for array in vars(ChunkKeys.empty(geometry, part)).values()))
+        keys = ChunkKeys(*(np.zeros_like(array) for array in vars(ChunkKeys.empty(geometry, part.blocks)).values()))
         state = ChunkState(geometry, part, keys, none_B, none_B.copy())
         found(error)
         _examine_keys(fs, keys_path, state)
@@ -160,7 +160,7 @@ def keys_of_runs(
 ) -> tuple[ChunkKeys, list[Run]]:
     """Keys of the rows of these runs of a chunk, table 0, id 0 for all others; and the runs, without those that have
     tables which no index can hold."""
-    keys = ChunkKeys(*(np.zeros_like(array) for array in vars(ChunkKeys.empty(geometry, part)).values()))
+    keys = ChunkKeys(*(np.zeros_like(array) for array in vars(ChunkKeys.empty(geometry, part.blocks)).values()))
     byte_N = _keys_file(fs, chunk_paths(directory, part.number)[1], part.keys_bytes)
     return keys, [run for run in runs if _put(keys, geometry, byte_N, run)]
 

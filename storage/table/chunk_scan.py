@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,10 +39,15 @@ class ChunkKeys:
     sum_B: np.ndarray
 
     @classmethod
-    def empty(cls, geometry: Geometry, part: ChunkPart) -> "ChunkKeys":
-        """Arrays of the size that the keys of a part need, not initialized."""
-        rows = part.blocks * geometry.rows_per_block
-        return cls(np.empty(rows, np.int32), np.empty(rows, np.int64), np.empty(part.blocks, np.uint32))
+    def empty(cls, geometry: Geometry, blocks: int) -> "ChunkKeys":
+        """Arrays of the size that the keys of `blocks` blocks need, not initialized."""
+        rows = blocks * geometry.rows_per_block
+        return cls(np.empty(rows, np.int32), np.empty(rows, np.int64), np.empty(blocks, np.uint32))
+
+    def first(self, geometry: Geometry, blocks: int) -> "ChunkKeys":
+        """Keys of the first `blocks` blocks: views."""
+        rows = blocks * geometry.rows_per_block
+        return ChunkKeys(self.table_N[:rows], self.id_N[:rows], self.sum_B[:blocks])
 
     def of(self, row_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tables and ids of rows `row_N` of the chunk."""
@@ -54,26 +60,47 @@ def live_rows(bit_N: np.ndarray) -> np.ndarray:
     return row_N[: bits_rows(bit_N, row_N)]
 
 
+class KeysRun(NamedTuple):
+    """A run of a keys file: its offset in the file, its first block, its rows and blocks, and its bytes, uint8."""
+
+    offset: int
+    block: int
+    rows: int
+    blocks: int
+    byte_N: np.ndarray
+
+
 def read_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart) -> ChunkKeys:
     """Read the keys of the rows of a part from the keys file at `path`. CorruptTableError if a checksum, or the part's
     checksum, does not match."""
-    keys = ChunkKeys.empty(geometry, part)
-    for _ in fill_keys(fs, path, geometry, part, keys):
-        pass
+    ((_, keys),) = key_pieces(fs, path, geometry, part, part.blocks)
     return keys
 
 
-def fill_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart, keys: ChunkKeys) -> Iterator[int]:
-    """Write the keys of a part's rows into `keys` run by run, and yield the number of rows so far after each run. Each
-    run is checked as it is read, and all runs against the part's checksum before the last yield; raises as
-    `read_keys`."""
+def key_pieces(
+    fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart, blocks: int
+) -> Iterator[tuple[int, ChunkKeys]]:
+    """Yield the keys of a part's rows piece by piece: (first block of the piece, keys of its blocks). A piece has at
+    most `blocks` blocks, or those of one run. Each run is checked as it is read, and all runs against the part's
+    checksum before the last yield; raises as `read_keys`."""
+    keys, first, end = ChunkKeys.empty(geometry, 0), 0, 0
     with opened(fs, path, "read the keys") as file:
-        yield from _fill_open(fs, file, path, geometry, part, keys)
+        for run in _runs(fs, file, path, geometry, part):
+            if run.block + run.blocks > first + len(keys.sum_B):
+                if end:
+                    yield first, keys.first(geometry, end - first)
+                first = run.block
+                keys = ChunkKeys.empty(geometry, max(run.blocks, min(blocks, part.blocks - first)))
+            try:
+                put_run(keys, geometry, run.byte_N, run.block - first, run.rows, run.blocks)
+            except ValueError as error:
+                raise _damaged(path, run.offset, f"holds an invalid table: {error}") from error
+            end = run.block + run.blocks
+        yield first, keys.first(geometry, end - first)
 
 
-def _fill_open(
-    fs: FileSystem, file: int, path: str, geometry: Geometry, part: ChunkPart, keys: ChunkKeys
-) -> Iterator[int]:
+def _runs(fs: FileSystem, file: int, path: str, geometry: Geometry, part: ChunkPart) -> Iterator[KeysRun]:
+    """Yield the runs of a part's keys. The bytes of a run are valid until the next run is asked for."""
     # `byte_N` is a window that moves through the file. It is small, so that it stays in the CPU's cache.
     byte_N, begin, size, ended = np.empty(_KEYS_WINDOW_BYTES, np.uint8), 0, 0, False
 
@@ -99,6 +126,7 @@ def _fill_open(
     check_header(header_N, KEYS_MAGIC, path, part.number, geometry)
     keys_sum = xxh64(header_N)
     offset, block = HEADER_BYTES, 0
+    run = KeysRun(0, 0, 0, 0, header_N)
     while offset < part.keys_bytes:
         run_N = window(offset, RUN.size)
         first, rows, blocks = RUN.unpack_from(run_N.data) if len(run_N) >= RUN.size else (block, 0, 0)
@@ -113,21 +141,19 @@ def _fill_open(
         expected = int(run_N[run_bytes : run_bytes + 8].view(np.uint64)[0])
         if keys_sum != expected:
             raise _damaged(path, offset, f"has checksum {keys_sum:016x}, written as {expected:016x}")
-        try:
-            put_run(keys, geometry, run_N, block, rows, blocks)
-        except ValueError as error:
-            raise _damaged(path, offset, f"holds an invalid table: {error}") from error
+        run = KeysRun(offset, block, rows, blocks, run_N)
         block += blocks
         offset += run_bytes + 8
-        if offset < part.keys_bytes:
-            yield block * geometry.rows_per_block
+        if offset == part.keys_bytes:
+            break
+        yield run
     if block != part.blocks or keys_sum != part.keys_sum:
         raise CorruptTableError(
             f"{path}: the keys up to offset {part.keys_bytes} are not those that the snapshot was saved with: "
             f"{block} blocks with checksum {keys_sum:016x}, must be {part.blocks} with {part.keys_sum:016x}; run "
             f"`oneemb check` on the table"
         )
-    yield block * geometry.rows_per_block
+    yield run
 
 
 def run_size(rows: int, blocks: int) -> int:

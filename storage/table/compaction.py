@@ -263,6 +263,10 @@ class Compactor:
         """Tell background compaction to stop, without waiting."""
         self._stopping = True
 
+    def resume(self) -> None:
+        """Allow background compaction again after `stop`."""
+        self._stopping = False
+
     def _append(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
         if len(id_N):
             place_N = self._writer.append(table_N, id_N, row_NW)

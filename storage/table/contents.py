@@ -3,7 +3,9 @@
 Nothing here is thread-safe: `PersistentTable` holds its lock when it calls a method.
 """
 
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -17,7 +19,8 @@ from oneemb.storage.table.compaction import Background, Compactor
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.live_rows import LiveRows
 from oneemb.storage.table.row_writer import RowWriter
-from oneemb.storage.table.snapshot_manifest import ChunkPart
+from oneemb.storage.table.snapshot_load import load_index, load_live_rows
+from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotRecord
 from oneemb.storage.table.snapshot_store import HeldRows, SnapshotStore, rows_not_in
 
 
@@ -51,6 +54,19 @@ class Contents:
         """Number of rows that compactions have moved since the table was opened."""
         return self._rows_moved + self.compactor.done.rows_moved
 
+    @contextmanager
+    def no_compaction(self) -> Iterator[None]:
+        """No compaction runs while the `with` block does. Waits for the one that runs, with the lock released, so the
+        block must check that the table is still open."""
+        compactor: Compactor | None = None
+        while compactor is not self.compactor:  # A call that ran meanwhile may have made a new one.
+            compactor = self.compactor
+            compactor.stop()
+        try:
+            yield
+        finally:
+            compactor.resume()
+
     def clear(self) -> None:
         """Replace the rows by an empty set of rows."""
         self.replace(LiveRows(self.live.geometry, self._files, self._threads, self._expected_rows, self.index_thread))
@@ -63,6 +79,25 @@ class Contents:
         old = self.live
         self._use(live)
         old.release()
+
+    def load(self, records: Sequence[SnapshotRecord]) -> None:
+        """Replace the rows by those of a chain of snapshots (see `load_live_rows`). The index of the present rows is
+        let go first, so that memory needs to hold one index only; after an error it is built again, from the keys files
+        and the rows in memory. If that fails too, the table is broken. No compaction may be running, and no keys
+        pending."""
+        old = self.live
+        old.index.clear()
+        try:
+            live = load_live_rows(self._fs, self._store.files, self._files, records, self._threads, self.index_thread)
+        except BaseException as error:
+            try:
+                load_index(self._fs, self._files, old)
+                old.index.put_new(*self.writer.live_keys())
+            except BaseException as second:
+                error.add_note(f"the index of the rows that the table had could not be built again: {second}")
+                self._store_lock.cut_short(second)
+            raise
+        self.replace(live)
 
     def _use(self, live: LiveRows) -> None:
         self.live = live

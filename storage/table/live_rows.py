@@ -166,7 +166,7 @@ class LiveRows:
     def load(
         self, chunk: ChunkFile, table_N: np.ndarray, id_N: np.ndarray, row_N: np.ndarray
     ) -> tuple[int, int] | None:
-        """Add rows `row_N` of a chunk with new keys to the index; `load_chunk` sets their bits. Returns None, or, if a
+        """Add rows `row_N` of a chunk with new keys to the index; `load_bits` sets their bits. Returns None, or, if a
         key was there already, its (table, id): this object cannot be used any more then."""
         extents = self._extents[chunk]
         self.live_E[extents] += np.bincount(
@@ -175,21 +175,20 @@ class LiveRows:
         return self.index.put_new(table_N, id_N, row_N + self.first_place(chunk))
 
     def load_over(self, chunk: ChunkFile, table_N: np.ndarray, id_N: np.ndarray, row_N: np.ndarray) -> None:
-        """Add rows `row_N` of a chunk, which replace older rows of the same keys, and set the bits. No `load_chunk` may
+        """Add rows `row_N` of a chunk, which replace older rows of the same keys, and set the bits. No `load_bits` may
         follow. MemoryError if memory does not suffice."""
         self.index.reserve_keys(table_N, id_N)
         self._put(table_N, id_N, row_N + self.first_place(chunk))
 
-    def load_sums(self, chunk: ChunkFile, sum_B: np.ndarray) -> None:
-        """Set the checksums of a chunk's first blocks."""
-        begin = self.first_block(chunk)
+    def load_sums(self, chunk: ChunkFile, sum_B: np.ndarray, block: int = 0) -> None:
+        """Set the checksums of a chunk's blocks, from block `block` on."""
+        begin = self.first_block(chunk) + block
         self.sum_B[begin : begin + len(sum_B)] = sum_B
 
-    def load_chunk(self, chunk: ChunkFile, bit_N: np.ndarray, sum_B: np.ndarray) -> None:
-        """Set the bits of the live rows and the checksums of the blocks of a chunk whose extents are new."""
+    def load_bits(self, chunk: ChunkFile, bit_N: np.ndarray) -> None:
+        """Set the bits of the live rows of a chunk whose extents are new."""
         begin = self.first_place(chunk) // 8
         self.bit_N[begin : begin + len(bit_N)] = bit_N
-        self.load_sums(chunk, sum_B)
 
     def part(self, chunk: ChunkFile, without_N: np.ndarray | None = None) -> ChunkPart:
         """The live rows of a chunk that are on disk now, without the rows at the ascending places `without_N`."""

@@ -36,7 +36,7 @@ from oneemb.storage.table.compaction import CompactionResult
 from oneemb.storage.table.contents import Contents
 from oneemb.storage.table.geometry import Geometry, make_geometry
 from oneemb.storage.table.recovery import Recovery
-from oneemb.storage.table.snapshot_load import load_live_rows, read_chain
+from oneemb.storage.table.snapshot_load import read_chain
 from oneemb.storage.table.snapshot_manifest import ArrayPart, SnapshotInfo
 from oneemb.storage.table.snapshot_store import SnapshotStore
 from oneemb.storage.table.writer_lock import IN_USE, Holder, WriterLock
@@ -309,20 +309,23 @@ class PersistentTable:
         """Replace the table's rows by those of the whole snapshot `name`, then apply `deltas` in order. Returns the
         `meta` of the last snapshot.
 
+        Memory holds one index at a time: that of the table's rows is let go before that of the snapshot is built. After
+        an error it is built again, so the rows are unchanged; this takes as long as a load. If the disk fails in that
+        too, the table is broken.
+
         Raises:
             SnapshotNotFoundError: a snapshot is missing.
             RowWidthError: the snapshot has rows of another width.
-            CorruptTableError: files of a snapshot are damaged; the table's rows are unchanged.
+            CorruptTableError: files of a snapshot are damaged.
         """
         with self._store_lock:
             self._begin(put_pending=False)
             records = read_chain(self._store.files, [name, *deltas], self.row_width)
             self._reader_for(records[0].geometry)
-            contents = self._contents
-            contents.replace(
-                load_live_rows(self._fs, self._store.files, self._files, records, self._threads, contents.index_thread)
-            )
-            self._places = contents.parts()
+            with self._contents.no_compaction():
+                self._begin()  # The table may have been closed while a compaction ended.
+                self._contents.load(records)
+            self._places = self._contents.parts()
             return records[-1].info.meta
 
     def delete_snapshot(self, name: str) -> None:

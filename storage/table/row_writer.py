@@ -203,14 +203,26 @@ class RowWriter:
 
     def copy(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Copies of the rows in memory: place_N, table_N, id_N, row_NW."""
-        runs = list(self._runs())
-        places = [np.arange(run.first_place, run.first_place + run.rows) for run in runs]
-        place_N = np.concatenate([np.empty(0, np.int64), *places])
+        table_N, id_N, place_N = self._keys()
         row_NW = np.empty((len(place_N), self._live.geometry.row_width), np.float32)
         self.read(place_N, row_NW, np.arange(len(place_N)))
+        return place_N, table_N, id_N, row_NW
+
+    def live_keys(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Keys of the live rows in memory, with the places of the rows: table_N, id_N, place_N."""
+        table_N, id_N, place_N = self._keys()
+        n = np.flatnonzero(self._live.bit_N[place_N >> 3] >> (place_N & 7).astype(np.uint8) & 1)
+        return table_N[n], id_N[n], place_N[n]
+
+    def _keys(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Keys of all rows in memory, with the places of the rows: table_N, id_N, place_N."""
+        runs = list(self._runs())
+        place_N = np.concatenate(
+            [np.empty(0, np.int64), *(np.arange(run.first_place, run.first_place + run.rows) for run in runs)]
+        )
         table_N = np.concatenate([np.empty(0, np.int32), *(run.table_N[: run.rows] for run in runs)])
         id_N = np.concatenate([np.empty(0, np.int64), *(run.id_N[: run.rows] for run in runs)])
-        return place_N, table_N, id_N, row_NW
+        return table_N, id_N, place_N
 
     def _runs(self) -> Iterator[_Run]:
         yield from (run for run, _ in self._sealed)

@@ -1,8 +1,9 @@
 """Loads a snapshot into a table: builds the index from the keys files, and reads no rows."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +12,8 @@ from oneemb.kernels.threads import Threads, submit
 from oneemb.storage.errors import CorruptTableError, RowWidthError
 from oneemb.storage.fs import FileSystem
 from oneemb.storage.locking.signals_deferred import signals_deferred
-from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_paths
-from oneemb.storage.table.chunk_scan import ChunkKeys, check_header, fill_keys, live_rows, opened, read_keys, reading
+from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFiles, chunk_paths
+from oneemb.storage.table.chunk_scan import ChunkKeys, check_header, key_pieces, live_rows, opened, reading
 from oneemb.storage.table.delta import GONE, gone_keys
 from oneemb.storage.table.file_header import HEADER_BYTES, ROWS_MAGIC
 from oneemb.storage.table.geometry import Geometry
@@ -20,11 +21,11 @@ from oneemb.storage.table.live_rows import LiveRows
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotRecord
 
-_PIECES_AHEAD = 4
-# Number of rows of the first piece, and of the largest. With more keys at once, fewer pages of the index are read
-# twice.
-_PIECE_ROWS_FIRST = 1 << 17
-_PIECE_ROWS = 1 << 20
+_PIECES_AHEAD = 2
+# Number of rows of a piece. Pieces bound the memory that a load takes beside the index: 90 bytes a row of one.
+_PIECE_ROWS = 1 << 18
+# Bytes of keys files that the system is asked to read before they are needed.
+_BYTES_AHEAD = 64 << 20
 
 
 def read_chain(snapshots: SnapshotFiles, names: Sequence[str], row_width: int) -> list[SnapshotRecord]:
@@ -61,35 +62,46 @@ def load_live_rows(
     for part in [part for one in records for part in one.parts]:
         keys_path = chunk_paths(files.directory, part.number)[1]
         _check_size(fs, keys_path, part.keys_bytes)  # before memory is allocated for that many keys
-    pieces = _pieces(fs, snapshots, files, record)
-    # A thread reads and checks the next pieces while the keys of earlier pieces go into the index.
-    with ThreadPoolExecutor(1, thread_name_prefix="oneemb-load") as ahead:
-        coming = deque(submit(ahead, next, pieces, None) for _ in range(_PIECES_AHEAD))
+
+    def listed(part: ChunkPart) -> np.ndarray:
+        _check_rows_file(fs, chunk_paths(files.directory, part.number)[0], record.geometry, part)
+        return snapshots.read_bits(record, part)
+
+    with _ahead(_pieces(fs, files.directory, record.geometry, record.parts, listed)) as pieces:
         live = LiveRows(record.geometry, files, threads, record.info.rows, beside)
-        chunk: ChunkFile | None = None
         try:
-            while (piece := coming.popleft().result()) is not None:
-                coming.append(submit(ahead, next, pieces, None))
+            for piece in pieces:
                 signals_deferred.raise_interrupt()  # The table's rows have not changed yet.
                 part = piece.part
-                if chunk is None:
+                chunk = files.chunks.get(part.number)
+                if chunk is None or chunk not in live:
                     chunk = files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
                     live.add(chunk, chunk.blocks)  # `chunk.blocks` may exceed `part.blocks`, for another snapshot
+                    live.load_bits(chunk, piece.bit_N)
+                live.load_sums(chunk, piece.sum_B, piece.block)
                 twice = live.load(chunk, piece.table_N, piece.id_N, piece.row_N)
                 if twice is not None:
                     raise CorruptTableError(
                         f"{chunk.keys_path}: table {twice[0]}, id {twice[1]} is twice in the snapshot "
                         f"{record.info.name!r}; run `oneemb check` on the table"
                     )
-                if piece.bit_N is not None and piece.sum_B is not None:
-                    live.load_chunk(chunk, piece.bit_N, piece.sum_B)
-                    chunk = None
             for delta in deltas:
                 _apply_delta(fs, snapshots, files, delta, live)
         except BaseException:
             live.release()
             raise
     return live
+
+
+def load_index(fs: FileSystem, files: ChunkFiles, live: LiveRows) -> None:
+    """Put the keys of all live rows that are on disk into the index of `live`, which is empty. StorageError if a keys
+    file is damaged or cannot be read: the index is incomplete then."""
+    parts = [live.part(chunk) for chunk in live.chunks() if chunk.blocks]
+    live.index.reserve(int(live.live_E.sum()))
+    with _ahead(_pieces(fs, files.directory, live.geometry, parts, lambda part: part.bit_N)) as pieces:
+        for piece in pieces:
+            place_N = piece.row_N + live.first_place(files.chunks[piece.part.number])
+            live.index.put_new(piece.table_N, piece.id_N, place_N)
 
 
 def _apply_delta(
@@ -99,51 +111,87 @@ def _apply_delta(
     gone = snapshots.read_array(record, GONE) if GONE in record.arrays else None
     live.erase(*gone_keys(gone, record.info.name))
     for part in record.parts:
-        signals_deferred.raise_interrupt()
         rows_path, keys_path = chunk_paths(files.directory, part.number)
         _check_rows_file(fs, rows_path, record.geometry, part)
-        keys, row_N = read_keys(fs, keys_path, record.geometry, part), live_rows(snapshots.read_bits(record, part))
+        bit_N = snapshots.read_bits(record, part)
         chunk = files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
         if chunk in live:
             files.release(chunk)  # The live rows hold the chunk already, once.
         else:
             live.add(chunk, chunk.blocks)
-        live.load_sums(chunk, keys.sum_B)
-        live.load_over(chunk, *keys.of(row_N), row_N)
+        for piece in _pieces_of(fs, keys_path, record.geometry, part, bit_N):
+            signals_deferred.raise_interrupt()
+            live.load_sums(chunk, piece.sum_B, piece.block)
+            live.load_over(chunk, piece.table_N, piece.id_N, piece.row_N)
 
 
 @dataclass
 class _Piece:
-    """Keys and numbers of some of a snapshot's rows in one chunk. The last piece of a chunk has no keys: it comes after
-    the whole keys file has been checked, and has the bits of all rows and the checksums of the blocks."""
+    """Keys and numbers of the rows of some blocks of a chunk.
+
+    Args:
+        bit_N: bits of all rows of the chunk that belong to the part.
+        block: the first of the piece's blocks.
+        sum_B: checksums of the piece's blocks.
+        row_N: numbers of the rows in the chunk, ascending.
+    """
 
     part: ChunkPart
+    bit_N: np.ndarray
+    block: int
+    sum_B: np.ndarray
+    row_N: np.ndarray
     table_N: np.ndarray
     id_N: np.ndarray
-    row_N: np.ndarray
-    bit_N: np.ndarray | None = None
-    sum_B: np.ndarray | None = None
 
 
-def _pieces(fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: SnapshotRecord) -> Iterator[_Piece]:
-    """Yield the snapshot's rows, chunk by chunk. The first pieces are small, so that filling the index begins soon."""
-    rows_min = _PIECE_ROWS_FIRST
-    for part in record.parts:
-        rows_path, keys_path = chunk_paths(files.directory, part.number)
-        bit_N = snapshots.read_bits(record, part)
-        row_N = live_rows(bit_N)
-        _check_rows_file(fs, rows_path, record.geometry, part)
-        keys = ChunkKeys.empty(record.geometry, part)
-        begin = 0
-        for filled in fill_keys(fs, keys_path, record.geometry, part, keys):
-            end = int(np.searchsorted(row_N, filled))
-            if end - begin < rows_min and filled < len(keys.id_N):
-                continue
-            rows_min = min(2 * rows_min, _PIECE_ROWS)
-            piece_N, begin = row_N[begin:end], end
-            yield _Piece(part, *_keys_of(keys, piece_N), piece_N)
-        no_row_N = row_N[:0]
-        yield _Piece(part, *keys.of(no_row_N), no_row_N, bit_N, keys.sum_B)
+@contextmanager
+def _ahead(pieces: Iterator[_Piece]) -> Iterator[Iterator[_Piece]]:
+    """An iterator over the same pieces. A thread reads and checks the next pieces while the caller uses one."""
+    with ThreadPoolExecutor(1, thread_name_prefix="oneemb-load") as beside:
+        coming = deque(submit(beside, next, pieces, None) for _ in range(_PIECES_AHEAD))
+
+        def taken() -> Iterator[_Piece]:
+            while (piece := coming.popleft().result()) is not None:
+                coming.append(submit(beside, next, pieces, None))
+                yield piece
+
+        yield taken()
+
+
+def _pieces(
+    fs: FileSystem, directory: str, geometry: Geometry, parts: Sequence[ChunkPart],
+    bits_of: Callable[[ChunkPart], np.ndarray],
+) -> Iterator[_Piece]:  # fmt: skip
+    """Yield the rows of parts of chunks, in order, and let the system read the next keys files meanwhile.
+
+    Args:
+        directory: folder of the chunks.
+        bits_of: returns the bits of the rows that belong to a part.
+    """
+    announced = announced_bytes = done_bytes = 0
+    for part in parts:
+        while announced < len(parts) and announced_bytes - done_bytes < _BYTES_AHEAD:
+            rows_path, keys_path = chunk_paths(directory, parts[announced].number)
+            fs.will_read(keys_path, parts[announced].keys_bytes)
+            fs.will_read(rows_path, HEADER_BYTES)
+            announced_bytes += parts[announced].keys_bytes
+            announced += 1
+        yield from _pieces_of(fs, chunk_paths(directory, part.number)[1], geometry, part, bits_of(part))
+        done_bytes += part.keys_bytes
+
+
+def _pieces_of(
+    fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart, bit_N: np.ndarray
+) -> Iterator[_Piece]:  # fmt: skip
+    """Yield the rows of one part, whose keys file is at `path`, piece by piece."""
+    for block, keys in key_pieces(fs, path, geometry, part, max(1, _PIECE_ROWS // geometry.rows_per_block)):
+        first = block * geometry.rows_per_block
+        byte, end = first // 8, first + len(keys.id_N)
+        row_N = live_rows(bit_N[byte : -(-end // 8)])
+        row_N += 8 * byte
+        row_N = row_N[slice(*np.searchsorted(row_N, [first, end]))]
+        yield _Piece(part, bit_N, block, keys.sum_B, row_N, *_keys_of(keys, row_N - first))
 
 
 def _keys_of(keys: ChunkKeys, row_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

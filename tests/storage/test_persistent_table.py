@@ -454,7 +454,6 @@ def test_keys_are_the_same_through_a_window_of_any_size(tmp_path, monkeypatch, w
             table.flush()
         table.save_snapshot("s", {})
         monkeypatch.setattr(chunk_scan, "_KEYS_WINDOW_BYTES", window_bytes)
-        monkeypatch.setattr(snapshot_load, "_PIECE_ROWS_FIRST", 1)
         monkeypatch.setattr(snapshot_load, "_PIECE_ROWS", 40)
         table.clear()
         table.load_snapshot("s")

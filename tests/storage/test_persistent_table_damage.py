@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.errors import CorruptTableError, FormatVersionError
+from oneemb.storage.errors import BrokenStoreError, CorruptTableError, FormatVersionError
 from oneemb.storage.table import snapshot_load
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_reader import SnapshotReader
@@ -14,9 +14,9 @@ from tests.support.table_model import check, got, put_random, scanned
 THREADS = Threads(1)
 
 
-def open_table(fs):
+def open_table(fs, background=False):
     return PersistentTable.open(
-        "/t", row_width=9, physical_block_size=512, chunk_bytes=1, threads=THREADS, background=False, fs=fs
+        "/t", row_width=9, physical_block_size=512, chunk_bytes=1, threads=THREADS, background=background, fs=fs
     )
 
 
@@ -180,4 +180,60 @@ def test_a_key_that_is_in_a_snapshot_twice_is_named_and_the_table_stays_as_it_wa
         with pytest.raises(CorruptTableError, match="is twice in the snapshot 's'; run `oneemb check`") as caught:
             table.load_snapshot("s")
         assert f"table {repeated[0][0]}, id {repeated[0][1]} " in str(caught.value)
+        check(table, rows)
+
+
+def table_with_unsaved_rows(fs, background):
+    """A table whose snapshot "s" is damaged, with rows on disk and in memory that are not in it; and these rows."""
+    table, rows, rng = open_table(fs, background), {}, np.random.default_rng(1)
+    for size in (700, 300, 40):
+        put_random(table, rows, rng, size, ids=300)
+        if size > 40:
+            table.flush()
+    gone = list(rows)[::7]
+    table.erase(np.array([t for t, _ in gone], np.int32), np.array([i for _, i in gone], np.int64))
+    for key in gone:
+        del rows[key]
+    fs.entries["/t/chunks/000000000002.keys"].now[200] ^= 1  # The first chunk of "s" is sound.
+    return table, rows
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_load_that_fails_half_way_leaves_all_rows_those_in_memory_too(background):
+    fs, saved = small_table()
+    table, rows = table_with_unsaved_rows(fs, background)
+    with table:
+        for _ in range(2):
+            with pytest.raises(CorruptTableError, match=r"000000000002.keys"):
+                table.load_snapshot("s")
+            check(table, rows)
+            put_random(table, rows, np.random.default_rng(2), 500, ids=300)
+            check(table, rows)
+        assert table.compact().chunks
+        table.save_snapshot("t", {})
+        fs.entries["/t/chunks/000000000002.keys"].now[200] ^= 1
+        table.load_snapshot("s")
+        check(table, saved)
+        table.load_snapshot("t")
+        check(table, rows)
+
+
+def test_a_table_whose_rows_cannot_be_read_again_after_a_failed_load_is_broken_and_says_what_to_do():
+    fs, _ = small_table()
+    table, rows = table_with_unsaved_rows(fs, False)
+    with table:
+        table.save_snapshot("t", {})
+        for path in fs.entries:
+            if path.endswith(".keys") and path > "/t/chunks/000000000003":
+                fs.entries[path].now[200] ^= 1
+        with pytest.raises(CorruptTableError, match=r"000000000002.keys") as caught:
+            table.load_snapshot("s")
+        assert "could not be built again" in caught.value.__notes__[0]
+        with pytest.raises(BrokenStoreError, match="Its snapshots are complete; close it, open it again and load one"):
+            table.get(np.zeros(1, np.int32), np.zeros(1, np.int64), np.empty((1, 9), np.float32))
+    for path in fs.entries:
+        if path.endswith(".keys") and path > "/t/chunks/000000000003":
+            fs.entries[path].now[200] ^= 1
+    with open_table(fs) as table:
+        table.load_snapshot("t")
         check(table, rows)

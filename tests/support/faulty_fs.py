@@ -148,6 +148,9 @@ class FaultyFileSystem:
         out[: len(data)] = data
         return len(data)
 
+    def will_read(self, path, size):
+        pass
+
     def write(self, file, data, offset):
         with self._guard:
             inode, path = self._open[file]

@@ -2,12 +2,24 @@
 
 import gc
 import os
+import re
+from pathlib import Path
 
 
 def resident_bytes():
     """Memory that is there."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def growth_bytes(call):
+    """Bytes by which resident memory grows at most while `call` runs."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # The peak begins anew.
+    before = resident_bytes()
+    call()
+    peak = 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    return peak - before
 
 
 def open_files(without):
