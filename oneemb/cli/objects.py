@@ -90,7 +90,7 @@ def list_stored(url: str, as_json: bool) -> None:
 @json_option
 def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
     """Delete a snapshot at URL. `oneemb stored clean` then frees its space."""
-    from oneemb.storage.objects.push import delete_stored
+    from oneemb.storage.objects.deletion import delete_stored
 
     if not yes:
         click.confirm(f"Delete snapshot {name!r} of {url} for good?", abort=True, err=True)
@@ -103,10 +103,11 @@ def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
 @click.option("--older-than-hours", type=click.FloatRange(min=0), default=24.0, show_default=True)
 @json_option
 def clean(url: str, older_than_hours: float, as_json: bool) -> None:
-    """Remove what no snapshot at URL needs: what killed pushes and deleted snapshots have left. No push may run."""
+    """Remove what no snapshot at URL needs: what killed pushes and deleted snapshots have left. No push may run:
+    cleaning gives way to one."""
     from dataclasses import asdict
 
-    from oneemb.storage.objects.push import clean_store
+    from oneemb.storage.objects.deletion import clean_store
 
     result = clean_store(url, older_than_hours * 3600)
     tell(

@@ -3,9 +3,11 @@
     snapshots/<name>/current.json                identity and number of parts of the complete snapshot of this name
     snapshots/<name>/<identity>/<shard>.json     one part: its files, each as a list of pieces
     objects/<2 digits>/<SHA-256>                 a piece, named by its bytes
+    newest.json                                  name of the complete snapshot with the greatest sequence
 
 A push of a part writes the pieces first and the text of the part last. The push that then finds the texts of all parts
-writes `current.json`. So a snapshot is in the store if, and only if, `current.json` names it.
+writes `current.json`. So a snapshot is in the store if, and only if, `current.json` names it. `newest.json` is for
+readers that follow a job: they read one object, and list nothing. It may lag behind, and may name a deleted snapshot.
 """
 
 import re
@@ -18,6 +20,7 @@ from oneemb.storage.objects.object_store import ObjectStore, Piece
 from oneemb.storage.snapshots.snapshot_parts import rank_folder_name
 
 _VERSION = 1
+_NEWEST = "newest.json"
 _IDENTITY = re.compile(r"[0-9a-f]{16,32}")
 
 
@@ -77,6 +80,9 @@ def put_part(store: ObjectStore, part: StoredPart) -> bool:
     known = _current(store, part.name)
     if known is None or known["identity"] == part.identity or known["sequence"] <= part.sequence:
         store.put_text(_current_key(part.name), current)
+        newest = newest_in(store)
+        if newest is None or newest[1] != part.identity and newest[2] <= part.sequence:
+            _put_newest(store, part.name, current)
     return True
 
 
@@ -103,14 +109,25 @@ def get_part(store: ObjectStore, name: str, identity: str, shard: int) -> Stored
     return replace(part, files=files, since=since)
 
 
-def current_of(store: ObjectStore, name: str) -> tuple[str, int]:
-    """(identity, number of parts) of the snapshot of this name. SnapshotNotFoundError if there is none."""
+def current_of(store: ObjectStore, name: str) -> tuple[str, int, int]:
+    """(identity, number of parts, sequence) of the snapshot of this name. SnapshotNotFoundError if there is none."""
     found = _current(store, name)
     if found is None:
         raise SnapshotNotFoundError(
             f"no snapshot named {name!r} in {store.url}; there are: {', '.join(map(repr, names_in(store))) or 'none'}"
         )
-    return str(found["identity"]), int(found["shards"])
+    return str(found["identity"]), int(found["shards"]), int(found["sequence"])
+
+
+def newest_in(store: ObjectStore) -> tuple[str, str, int] | None:
+    """(name, identity, sequence) of the snapshot that was saved last; None = the store has none."""
+    fields = store.get_text(_NEWEST)
+    if fields is None:
+        return None
+    _check_current(fields, store, _NEWEST)
+    if not isinstance(fields.get("name"), str):
+        raise CorruptTableError(f"{store.url}/{_NEWEST} names no snapshot; delete the object and push a snapshot again")
+    return fields["name"], fields["identity"], fields["sequence"]
 
 
 def names_in(store: ObjectStore) -> list[str]:
@@ -136,6 +153,14 @@ def remove_part(store: ObjectStore, name: str, identity: str, shard: int) -> Non
 def remove_current(store: ObjectStore, name: str) -> None:
     """Remove `current.json` of a name: the store then has no snapshot of this name."""
     store.remove(_current_key(name))
+    newest = newest_in(store)
+    if newest is not None and newest[0] == name:
+        left = {one: found for one in names_in(store) if (found := _current(store, one)) is not None}
+        if left:
+            last = max(left, key=lambda one: int(left[one]["sequence"]))
+            _put_newest(store, last, left[last])
+        else:
+            store.remove(_NEWEST)
 
 
 def age_of_part(store: ObjectStore, name: str, identity: str, shard: int) -> float:
@@ -148,11 +173,20 @@ def _current(store: ObjectStore, name: str) -> dict[str, Any] | None:
     fields = store.get_text(key)
     if fields is None:
         return None
+    _check_current(fields, store, key)
+    return fields
+
+
+def _put_newest(store: ObjectStore, name: str, current: dict[str, Any]) -> None:
+    store.put_text(_NEWEST, {**current, "name": name})
+
+
+def _check_current(fields: dict[str, Any], store: ObjectStore, key: str) -> None:
+    """Raise CorruptTableError unless a text names a snapshot."""
     _check_version(fields, store, key)
     identity, numbers = fields.get("identity"), [fields.get(field) for field in ("shards", "sequence")]
     if not isinstance(identity, str) or not _IDENTITY.fullmatch(identity) or not all(type(n) is int for n in numbers):
         raise CorruptTableError(f"{store.url}/{key} names no snapshot; push the snapshot again")
-    return fields
 
 
 def _check_version(fields: dict[str, Any], store: ObjectStore, key: str) -> None:

@@ -214,23 +214,19 @@ class ObjectStore:
             pass
 
 
-def folder_at(path: str | os.PathLike[str]) -> str:
-    """Absolute path of a table's folder, without links. TypeError unless `path` is a path."""
-    if not isinstance(path, str | bytes | os.PathLike):
-        raise TypeError(f"path must be that of a table's folder, got {type(path).__name__} {path!r:.100}")
-    return os.path.realpath(os.fsdecode(path))
+def store_beside(
+    url: str, path: str | os.PathLike[str], names: Collection[str] | None, options: dict[str, Any] | None
+) -> tuple[ObjectStore, str]:
+    """(store at `url`, absolute path of a table's folder without links), for a copy of snapshots between the two.
 
+    Args:
+        names: names of the snapshots, or None for all, as the caller has given them.
 
-def check_apart(store: ObjectStore, folder: str) -> None:
-    """Raise ValueError if the objects would lie among the files of the table in `folder`."""
-    if store.folder is not None and os.path.commonpath((store.folder, folder)) == folder:
-        raise ValueError(
-            f"url must be a folder outside of the table's, got {store.url} and the table {folder}; give another folder"
-        )
-
-
-def check_names(names: Collection[str] | None) -> None:
-    """Raise TypeError unless `names` is a list of names of snapshots or None."""
+    Raises:
+        TypeError: an argument is of a wrong type.
+        ValueError: the objects would lie among the files of the table; or as for `ObjectStore`.
+        ImportError: as for `ObjectStore`.
+    """
     if names is not None and not (
         isinstance(names, Collection)
         and not isinstance(names, str | bytes)
@@ -240,6 +236,15 @@ def check_names(names: Collection[str] | None) -> None:
             f"names must be a list of names of snapshots, such as ['base'], or None for all, got"
             f" {type(names).__name__} {names!r:.100}"
         )
+    store = ObjectStore(url, options)
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise TypeError(f"path must be that of a table's folder, got {type(path).__name__} {path!r:.100}")
+    folder = os.path.realpath(os.fsdecode(path))
+    if store.folder is not None and os.path.commonpath((store.folder, folder)) == folder:
+        raise ValueError(
+            f"url must be a folder outside of the table's, got {store.url} and the table {folder}; give another folder"
+        )
+    return store, folder
 
 
 def object_key(digest: str) -> str:

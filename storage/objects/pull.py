@@ -9,7 +9,7 @@ Invariant: a piece is compared with its checksum before it is written, and every
 
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from oneemb.storage.errors import CorruptTableError, LockedError, SnapshotNotFou
 from oneemb.storage.fs import LocalFileSystem, doing
 from oneemb.storage.new_files import new_file
 from oneemb.storage.objects.manifests import StoredFile, StoredPart, current_of, get_part, names_in
-from oneemb.storage.objects.object_store import ObjectStore, check_apart, check_names, folder_at
+from oneemb.storage.objects.object_store import ObjectStore, store_beside
 from oneemb.storage.objects.transfers import Progress, Progressing, in_order
 from oneemb.storage.snapshots.backup import backup_folder
 from oneemb.storage.table.chunk_scan import read_keys
@@ -63,48 +63,90 @@ def pull(
         ValueError, ImportError: the URL is none that fsspec knows, or a folder in the table's; or a package is
             missing.
     """
-    check_names(names)
-    store = ObjectStore(url, options)
-    folder = folder_at(path)
-    check_apart(store, folder)
-    work = _Pull(store, folder, progress)
+    store, folder = store_beside(url, path, names, options)
     wanted = names_in(store) if names is None else sorted(names)
     if not wanted and names is None:
         raise SnapshotNotFoundError(f"{store.url} must have snapshots, it has none; push some, or correct the URL")
-    work.run(wanted)
-    return work.result
+    return pull_from(store, folder, wanted, progress=progress)
 
 
-class _Pull:
-    def __init__(self, store: ObjectStore, path: str, progress: Progress | None):
-        self._fs, self._store, self._path, self._moved = LocalFileSystem(), store, path, Progressing(progress)
+def pull_from(
+    store: ObjectStore, folder: str, names: Collection[str], *, verify: bool = True, progress: Progress | None = None
+) -> PullResult:
+    """Copy the snapshots of these names to `folder`; see `pull`. `verify`: compare every byte of the target with its
+    checksum at the end."""
+    parts = parts_in(store, names)
+    new, result = f"{folder}.pull", PullResult()
+    with Bringing(store, new, progress) as work:
+        work.bring(parts, {part.folder: f"{folder}/{part.folder}" for part in parts})
+        if parts:
+            copied = backup_folder(new, folder, link=has_links(new), verify=verify)
+            if copied.incomplete:
+                raise CorruptTableError(f"{new}: {next(iter(copied.incomplete.values()))}")
+            result = PullResult(copied.snapshots, copied.copied, work.bytes_downloaded)
+        shutil.rmtree(new)
+    return result
+
+
+def parts_in(store: ObjectStore, names: Collection[str]) -> list[StoredPart]:
+    """The parts of snapshots in the store and of their ancestors, ancestors first. SnapshotNotFoundError if the store
+    has no snapshot of one of the names."""
+    parts: dict[tuple[str, str], list[StoredPart]] = {}
+    rest = list(names)
+    while rest:
+        name = rest.pop()
+        identity, shards, _ = current_of(store, name)
+        if (name, identity) in parts:
+            continue
+        found = [get_part(store, name, identity, shard) for shard in range(shards)]
+        parts[name, identity] = found
+        rest += {part.since[0] for part in found if part.since is not None}
+    return sorted((part for some in parts.values() for part in some), key=lambda part: part.sequence)
+
+
+class Bringing:
+    """Writes files of a store to the folder `new`, which may have files that a killed pull from the same URL has left.
+    In a `with` block, the folder is locked. LockedError if another pull writes there."""
+
+    def __init__(self, store: ObjectStore, new: str, progress: Progress | None = None):
+        self._fs, self._store, self._new, self._moved = LocalFileSystem(), store, new, Progressing(progress)
         self._brought: set[str] = set()  # files of chunks that this pull has written or found
-        self.result = PullResult()
+        self.bytes_downloaded = 0
 
-    def run(self, names: Collection[str]) -> None:
-        parts = self._parts(names)
-        self._moved.total = sum(file.size for part in parts for file in part.files)
-        new = f"{self._path}.pull"
+    def __enter__(self) -> "Bringing":
+        new = self._new
         with doing("make the folder", new):
             self._fs.make_directories(new)
             try:
-                lock = self._fs.lock(new)
+                self._lock = self._fs.lock(new)
             except BlockingIOError:
                 raise LockedError(
-                    f"{self._path} must have one pull at a time; wait until the other has ended"
+                    f"{new.removesuffix('.pull')} must have one pull at a time; wait until the other has ended"
                 ) from None
         try:
             self._keep_chunks(new)
-            for part in reversed(parts):  # The newest has the longest files of chunks.
-                self._bring(part, f"{new}/{part.folder}")
-            if parts:
-                copied = backup_folder(new, self._path, link=_links(new))
-                if copied.incomplete:
-                    raise CorruptTableError(f"{new}: {next(iter(copied.incomplete.values()))}")
-                self.result.snapshots, self.result.pulled = copied.snapshots, copied.copied
-            shutil.rmtree(new)
-        finally:
-            self._fs.unlock(lock)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._fs.unlock(self._lock)
+
+    def bring(
+        self, parts: Sequence[StoredPart], there: Mapping[str, str],
+        needs_chunks: Callable[[StoredPart], bool] = lambda part: True,
+    ) -> None:  # fmt: skip
+        """Write the files of parts, each into its folder in the new one.
+
+        Args:
+            parts: the parts, ancestors first.
+            there: {folder of a part: folder of a table that may have some of its chunks, which are linked}.
+            needs_chunks: whether the chunks of a part are needed, beside its list of rows.
+        """
+        self._moved.total = sum(file.size for part in parts for file in part.files)
+        for part in reversed(parts):  # The newest has the longest files of chunks.
+            self._bring(part, f"{self._new}/{part.folder}", there.get(part.folder), needs_chunks(part))
 
     def _keep_chunks(self, new: str) -> None:
         """Remove from the folder `new` all but the chunks that a killed pull from the same URL has left."""
@@ -125,22 +167,7 @@ class _Pull:
         with open(source, "w", encoding="utf-8") as file:
             file.write(self._store.url)
 
-    def _parts(self, names: Collection[str]) -> list[StoredPart]:
-        """The parts of these snapshots and of their ancestors, ancestors first."""
-        parts: dict[tuple[str, str], list[StoredPart]] = {}
-        rest = [(name, *current_of(self._store, name)) for name in names]
-        while rest:
-            name, identity, shards = rest.pop()
-            if (name, identity) in parts:
-                continue
-            found = [get_part(self._store, name, identity, shard) for shard in range(shards)]
-            parts[name, identity] = found
-            for since in {part.since for part in found if part.since is not None}:
-                parent, parents = current_of(self._store, since[0])
-                rest.append((since[0], parent, parents))
-        return sorted((part for some in parts.values() for part in some), key=lambda part: part.sequence)
-
-    def _bring(self, part: StoredPart, folder: str) -> None:
+    def _bring(self, part: StoredPart, folder: str, there: str | None, needs_chunks: bool) -> None:
         for name in ("chunks", "snapshots"):
             self._fs.make_directories(f"{folder}/{name}")
         *chunks, snapshot = part.files
@@ -150,14 +177,18 @@ class _Pull:
         self._write(snapshot, beside)
         record = SnapshotFiles(self._fs, f"{folder}/coming").read(part.table_name)
         geometry, known = record.geometry, {chunk.number: chunk for chunk in record.parts}
-        for file in sorted(chunks, key=lambda file: not file.path.endswith(".keys")):
+        for file in sorted(chunks, key=lambda file: not file.path.endswith(".keys")) if needs_chunks else ():
             chunk = known[file.chunk[0]]
-            self._bring_chunk(file, geometry, chunk, f"{folder}/{file.path}", f"{self._path}/{part.folder}/{file.path}")
+            self._bring_chunk(file, geometry, chunk, f"{folder}/{file.path}", there and f"{there}/{file.path}")
         self._fs.rename(beside, f"{folder}/{snapshot.path}")
 
-    def _bring_chunk(self, file: StoredFile, geometry: Geometry, chunk: ChunkPart, path: str, there: str) -> None:
+    def _bring_chunk(
+        self, file: StoredFile, geometry: Geometry, chunk: ChunkPart, path: str, there: str | None
+    ) -> None:
         """Write a file of a chunk, unless the folder beside the target, or the target, has it. Keys come first."""
         for candidate in (path, there):
+            if candidate is None:
+                continue
             try:
                 if self._fs.size(candidate) < file.size:
                     continue
@@ -188,13 +219,13 @@ class _Pull:
         with doing("write", path), new_file(self._fs, path) as new:
             for data in in_order(download, range(len(file.pieces))):
                 new.write(data)
-                self.result.bytes_downloaded += len(data)
+                self.bytes_downloaded += len(data)
                 self._moved.add(len(data))
         if self._fs.size(path) != file.size:
             raise CorruptTableError(f"{self._store.url}: the pieces of {file.path} have another size than the file")
 
 
-def _links(folder: str) -> bool:
+def has_links(folder: str) -> bool:
     """Whether the file system of a folder has hard links."""
     one, other = f"{folder}/link", f"{folder}/link.other"
     try:

@@ -6,11 +6,15 @@ next push continues one that was killed. A chunk that an earlier snapshot in the
 Invariants:
 - the folder is only read, and no lock is taken;
 - the description of a part is written after its pieces, and only if the folder still has the part;
-- chunks are compared with their checksums before they are uploaded.
+- chunks are compared with their checksums before they are uploaded;
+- a push by a user adds no snapshot of another table: two chunks of one number would then have different rows, and a
+  pull of all snapshots would fail.
 """
 
 import os
+import struct
 from collections.abc import Collection, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,19 +23,16 @@ from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.objects.manifests import (
     StoredFile,
     StoredPart,
-    age_of_part,
     current_of,
     get_part,
     has_part,
-    names_in,
     part_keys_in,
     put_part,
-    remove_current,
-    remove_part,
 )
-from oneemb.storage.objects.object_store import ObjectStore, Piece, check_apart, check_names, folder_at, object_key
+from oneemb.storage.objects.marks import Pushing
+from oneemb.storage.objects.object_store import ObjectStore, Piece, object_key, store_beside
 from oneemb.storage.objects.transfers import Progress, Progressing, in_order
-from oneemb.storage.snapshots.snapshot_parts import FoundParts, Part, look_at
+from oneemb.storage.snapshots.snapshot_parts import FoundParts, Part, look_at, rank_folder_name
 from oneemb.storage.table.chunk_damage import examine_chunk
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, chunk_paths
 from oneemb.storage.table.delta import Delta
@@ -41,7 +42,7 @@ from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import ChunkPart
 
 _PIECE_BYTES = 16 << 20
-_DAY_S = 86400.0
+_SUM = struct.Struct("<Q")
 
 
 @dataclass
@@ -65,15 +66,6 @@ class PushResult:
     bytes_uploaded: int = 0
 
 
-@dataclass
-class CleanResult:
-    """Result of `clean_store`: numbers of objects and of parts that were removed, and the bytes of the objects."""
-
-    objects: int = 0
-    parts: int = 0
-    bytes: int = 0
-
-
 def push(
     path: str | os.PathLike[str], url: str, names: Collection[str] | None = None, *,
     options: dict[str, Any] | None = None, progress: Progress | None = None,
@@ -90,73 +82,40 @@ def push(
 
     Raises:
         SnapshotNotFoundError: there is no snapshot of one of the names.
-        StorageError: there is no table, or the store or a file cannot be used.
+        StorageError: there is no table, the store has snapshots of another table, or the store or a file cannot be
+            used.
         TypeError: an argument is of a wrong type.
         ValueError, ImportError: the URL is none that fsspec knows, or a folder in the table's; or a package is
             missing.
     """
-    check_names(names)
-    store = ObjectStore(url, options)
-    folder = folder_at(path)
-    check_apart(store, folder)
-    work = _Push(store, folder, progress)
+    store, folder = store_beside(url, path, names, options)
+    work = _Push(store, folder, progress, Pushing(store))
     work.run(names)
     return work.result
 
 
-def delete_stored(url: str, name: str, *, options: dict[str, Any] | None = None) -> None:
-    """Delete a snapshot from an object store. `clean_store` then removes the objects that no other snapshot needs.
-
-    Raises:
-        SnapshotNotFoundError: there is no such snapshot.
-        StorageError: the snapshot is the parent of deltas in the store, or the store cannot be used.
-    """
-    store = ObjectStore(url, options)
-    identity, _ = current_of(store, name)
-    children = [
-        other for other, other_identity, shard in part_keys_in(store)
-        if get_part(store, other, other_identity, shard).since == (name, identity)
-    ]  # fmt: skip
-    if children:
-        raise StorageError(
-            f"snapshot {name!r} in {store.url} must not be deleted before its deltas"
-            f" {', '.join(sorted(set(map(repr, children))))}; delete these first"
-        )
-    remove_current(store, name)
-    for other, other_identity, shard in part_keys_in(store):
-        if other == name:
-            remove_part(store, other, other_identity, shard)
-
-
-def clean_store(url: str, older_than_s: float = _DAY_S, *, options: dict[str, Any] | None = None) -> CleanResult:
-    """Remove what no snapshot in an object store needs: objects that killed pushes and deleted snapshots have left, and
-    parts of snapshots that lack other parts or were replaced. No push may run meanwhile, since it may use such objects.
+def push_of_writer(store: ObjectStore, folder: str, name: str, writer: str, rank: int) -> PushResult:
+    """Push the part of a snapshot that is in the table of `folder`, for a writer whose store may have snapshots of
+    several tables, such as those of jobs that went on from an older checkpoint. No two snapshots of such a store are
+    pulled into one folder.
 
     Args:
-        older_than_s: least age of the objects and parts that are removed, in seconds.
+        writer, rank: as for `Pushing`.
     """
-    store, result = ObjectStore(url, options), CleanResult()
-    current = {name: current_of(store, name)[0] for name in names_in(store)}
-    needed: set[str] = set()
-    for name, identity, shard in part_keys_in(store):
-        if current.get(name) != identity and age_of_part(store, name, identity, shard) >= older_than_s:
-            remove_part(store, name, identity, shard)
-            result.parts += 1
-            continue
-        for file in get_part(store, name, identity, shard).files:
-            needed.update(object_key(digest) for digest, _ in file.pieces)
-    for key in list(store.keys("objects/")):
-        if key not in needed and store.age_s(key) >= older_than_s:
-            result.bytes += store.size_of(key) or 0
-            store.remove(key)
-            result.objects += 1
-    return result
+    work = _Push(store, folder, None, Pushing(store, writer, rank), any_table=True)
+    work.run([name])
+    return work.result
 
 
 class _Push:
-    def __init__(self, store: ObjectStore, path: str, progress: Progress | None):
+    def __init__(
+        self, store: ObjectStore, path: str, progress: Progress | None, mark: Pushing, *, any_table: bool = False
+    ):
         self._fs, self._store, self._path, self._moved = LocalFileSystem(), store, path, Progressing(progress)
+        self._mark, self._any_table = mark, any_table
         self._known: dict[tuple[int, tuple[int, ...]], tuple[StoredFile, ...]] = {}
+        self._ends: dict[tuple[str, int], dict[tuple[int, ...], StoredFile]] = {}
+        """{(folder of a table in a pull, number of a chunk): {chunk's numbers: its file of keys}}."""
         self.result = PushResult()
 
     def run(self, names: Collection[str] | None) -> None:
@@ -169,11 +128,12 @@ class _Push:
             if wanted is None or one.name.partition("~")[0] in wanted:
                 self.result.damaged[one.name] = one.reason
         new = [part for part in parts if not has_part(self._store, part.whole.name, _identity(part), part.whole.shard)]
-        if new:
-            self._remember()
         self._moved.total = sum(part.info.bytes for part in new)
-        for part in sorted(parts, key=lambda part: part.info.sequence):
-            self._push(part, is_new=part in new)
+        with self._mark if new else nullcontext():
+            if new:
+                self._remember()
+            for part in sorted(parts, key=lambda part: part.info.sequence):
+                self._push(part, is_new=part in new)
         for name in dict.fromkeys(part.whole.name for part in parts):
             if name in self.result.gone or name in self.result.damaged:
                 continue
@@ -208,10 +168,11 @@ class _Push:
         there = set(self._store.keys("objects/"))
         for name, identity, shard in part_keys_in(self._store):
             try:
-                files = get_part(self._store, name, identity, shard).files
+                part = get_part(self._store, name, identity, shard)
             except StorageError:
                 continue  # A pull of this snapshot raises the error; a push need not.
-            for rows, keys in zip(files[:-1:2], files[1:-1:2], strict=True):
+            for rows, keys in zip(part.files[:-1:2], part.files[1:-1:2], strict=True):
+                self._ends.setdefault((part.folder, rows.chunk[0]), {})[rows.chunk] = keys
                 if all(object_key(digest) in there for digest, _ in (*rows.pieces, *keys.pieces)):
                     self._known[shard, rows.chunk] = rows, keys
 
@@ -252,6 +213,8 @@ class _Push:
         record = SnapshotFiles(self._fs, f"{part.folder}/snapshots").read(part.info.name)
         files: list[StoredFile] = []
         for chunk in record.parts:
+            if not self._any_table:
+                self._check_same(part, chunk)
             files += self._chunk(part, record.geometry, chunk)
         delta = Delta.of_meta(record.info.meta, record.info.name)
         try:
@@ -264,6 +227,36 @@ class _Push:
             record.info.sequence, record.info.rows, None if delta is None else (delta.since, delta.identity),
             tuple(files),
         )  # fmt: skip
+
+    def _check_same(self, part: Part, chunk: ChunkPart) -> None:
+        """Raise StorageError if the store has a chunk of this number with other keys. The last checksum of a file of
+        keys covers all of it, and each longer version of the file has this checksum at the same place."""
+        whole = part.whole
+        folder = "." if whole.shards == 1 else rank_folder_name(whole.shard, whole.shards)
+        path = chunk_paths(f"{part.folder}/chunks", chunk.number)[1]
+        for (_, _, size, checksum), keys in self._ends.get((folder, chunk.number), {}).items():
+            if size <= self._fs.size(path):
+                there, here = _SUM.pack(checksum), self._bytes_of(path, size - _SUM.size)
+            else:
+                there, here = self._stored_bytes(keys, chunk.keys_bytes - _SUM.size), _SUM.pack(chunk.keys_sum)
+            if there != here:
+                raise StorageError(
+                    f"{self._store.url} must have snapshots of one table, but its chunk {chunk.number} has other keys"
+                    f" than {path}: its snapshots are of another table, or of a job that went on from an older snapshot"
+                    " in another folder; push to another URL, or delete these snapshots with `oneemb stored delete`"
+                )
+
+    def _bytes_of(self, path: str, begin: int) -> bytes:
+        return b"".join(bytes(one) for one in copied(self._fs, path, _SUM.size, begin))
+
+    def _stored_bytes(self, file: StoredFile, begin: int) -> bytes:
+        """The bytes of a checksum at this place of a file in the store."""
+        data, at = b"", 0
+        for piece in file.pieces:
+            if at + piece[1] > begin and at < begin + _SUM.size:
+                data += self._store.get(piece)[max(begin - at, 0) : begin + _SUM.size - at]
+            at += piece[1]
+        return data
 
     def _chunk(self, part: Part, geometry: Geometry, chunk: ChunkPart) -> Iterable[StoredFile]:
         numbers, source = (chunk.number, chunk.blocks, chunk.keys_bytes, chunk.keys_sum), part.folder
@@ -293,6 +286,7 @@ class _Push:
 
         pieces: list[Piece] = []
         for piece, is_new in in_order(upload, range(0, size, _PIECE_BYTES)):
+            self._mark.write_again()
             pieces.append(piece)
             self.result.bytes_uploaded += piece[1] if is_new else 0
             self._moved.add(piece[1])

@@ -19,11 +19,13 @@ from oneemb.storage.errors import (
     SnapshotNotFoundError,
     StorageError,
 )
-from oneemb.storage.objects import push as push_module
-from oneemb.storage.objects.manifests import names_in, part_keys_in
+from oneemb.storage.objects import marks, push as push_module
+from oneemb.storage.objects.deletion import clean_store, delete_stored
+from oneemb.storage.objects.manifests import names_in, newest_in, part_keys_in
+from oneemb.storage.objects.marks import Cleaning
 from oneemb.storage.objects.object_store import ObjectStore
 from oneemb.storage.objects.pull import pull
-from oneemb.storage.objects.push import clean_store, delete_stored, push
+from oneemb.storage.objects.push import push, push_of_writer
 from oneemb.storage.table.check import check_table
 from tests.storage.test_backups import held_at
 from tests.storage.test_persistent_table import open_table
@@ -554,12 +556,107 @@ def test_paths_may_be_bytes_and_urls_of_folders_may_be_paths(tmp_path):
 def test_snapshots_of_two_jobs_behind_one_url_are_pulled_by_their_names(tmp_path, url):
     held = {name: saved_table(tmp_path / name, [name], seed=seed) for seed, name in enumerate("ab")}
     for name in "ab":
-        push(tmp_path / name, url)
+        push_of_writer(ObjectStore(url), str(tmp_path / name), name, "save", 0)
     with pytest.raises(StorageError, match="must be of one table, two of those .* pull the snapshots of each by their"):
         pull(url, tmp_path / "both")
     for name in "ab":
         pull(url, tmp_path / f"only-{name}", [name])
         assert held_at(tmp_path / f"only-{name}") == held[name]
+
+
+@pytest.mark.parametrize("longer", ["there", "here"])
+def test_a_push_of_another_table_to_the_same_url_is_refused(tmp_path, url, longer):
+    held = saved_table(tmp_path / "one", "a", seed=1, size=900 if longer == "there" else 300)
+    saved_table(tmp_path / "two", "b", seed=2, size=600)
+    push(tmp_path / "one", url)
+    before = set(ObjectStore(url).keys(""))
+    with pytest.raises(StorageError, match="must have snapshots of one table, but its chunk 1 has other keys .*two"):
+        push(tmp_path / "two", url)
+    assert set(ObjectStore(url).keys("")) == before
+    pull(url, tmp_path / "copy")
+    assert held_at(tmp_path / "copy") == held
+
+
+def test_a_table_that_was_set_back_and_one_that_was_copied_are_pushed_on(tmp_path, url):
+    saved_table(tmp_path / "live", "abc", size=300)
+    push(tmp_path / "live", url)
+    pull(url, tmp_path / "moved", ["a"])
+    for path in ("live", "moved"):
+        with open_table(tmp_path / path) as table:
+            for name in {info.name for info in table.snapshots()} - {"a"}:
+                table.delete_snapshot(name)
+            table.load_snapshot("a")
+            if path == "live":
+                put_random(table, {}, np.random.default_rng(9), 50)
+                table.save_snapshot("d", {})
+        push(tmp_path / path, url)
+    assert names_in(ObjectStore(url)) == ["a", "b", "c", "d"]
+
+
+def test_the_newest_snapshot_is_named_and_a_deleted_one_is_not(tmp_path, url):
+    saved_table(tmp_path / "live", "abc")
+    store = ObjectStore(url)
+    push(tmp_path / "live", url, ["b"])
+    push(tmp_path / "live", url, ["a"])
+    assert newest_in(store)[0] == "b"
+    push(tmp_path / "live", url)
+    assert newest_in(store)[0] == "c"
+    for name, newest in (("c", "b"), ("a", "b"), ("b", None)):
+        delete_stored(url, name)
+        found = newest_in(store)
+        assert (found and found[0]) == newest
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_cleaning_gives_way_to_a_push_and_removes_nothing_that_the_push_counts_on(tmp_path, url, monkeypatch):
+    held = saved_table(tmp_path / "live", "ab")
+    with monkeypatch.context() as patch:
+        patch.setattr(push_module, "put_part", lambda *args: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            push(tmp_path / "live", url)  # has left objects, which the next push counts on
+    put, tried = ObjectStore.put, []
+
+    def cleaned(store, data):
+        found = put(store, data)
+        with pytest.raises(LockedError, match="must not be cleaned while a push writes there, and pushing/"):
+            clean_store(url, 0)
+        tried.append(found)
+        return found
+
+    monkeypatch.setattr(ObjectStore, "put", cleaned)
+    push(tmp_path / "live", url)
+    assert tried and not any(is_new for _, is_new in tried[:1])
+    monkeypatch.undo()
+    pull(url, tmp_path / "copy")
+    assert held_at(tmp_path / "copy") == held
+    assert clean_store(url, 0).objects == 0
+
+
+def test_a_push_waits_until_cleaning_has_ended(tmp_path, url, monkeypatch):
+    saved_table(tmp_path / "live", "a")
+    store, waits = ObjectStore(url), []
+    with Cleaning(store):
+
+        def waited(seconds):
+            waits.append(store.size_of("pushing/x-0.json"))
+            store.remove("cleaning.json")
+
+        monkeypatch.setattr(marks.time, "sleep", waited)
+        push(tmp_path / "live", url)
+    assert len(waits) == 1 and names_in(store) == ["a"]
+
+
+def test_marks_of_killed_processes_count_until_they_are_old(tmp_path, url, monkeypatch):
+    saved_table(tmp_path / "live", "a")
+    store = ObjectStore(url)
+    store.put_text("pushing/killed.json", {"version": 1, "writer": ""})
+    with pytest.raises(LockedError, match="if it was killed, 10 minutes later"):
+        clean_store(url, 0)
+    assert store.size_of("cleaning.json") is None
+    monkeypatch.setattr(marks, "ALIVE_S", -1.0)
+    clean_store(url, 0)
+    store.put_text("cleaning.json", {"version": 1, "writer": ""})
+    assert push(tmp_path / "live", url).pushed == ["a"]
 
 
 @pytest.mark.parametrize("place", [".", "snapshots"])

@@ -1,0 +1,96 @@
+"""Marks of pushes and of cleaning in an object store, so that cleaning removes no object on which a push counts.
+
+    pushing/<writer>.json     a push is at work
+    cleaning.json             `clean_store` is at work
+
+A push writes its mark and then looks for that of cleaning, which it waits out. Cleaning writes its mark and then looks
+for those of pushes, before which it gives way. So one of the two sees the other. Both write their marks again from time
+to time: a mark that is older than `ALIVE_S` was left by a process that was killed.
+
+Marks by the same `writer` do not count, since its calls follow each other: `TrainGraph.save` is one writer.
+"""
+
+import time
+import uuid
+from contextlib import suppress
+from typing import Self
+
+from oneemb.storage.errors import LockedError, StorageError
+from oneemb.storage.objects.object_store import ObjectStore
+
+ALIVE_S = 600.0
+_AGAIN_S = 60.0
+_LOOK_S = 1.0
+_CLEANING = "cleaning.json"
+
+
+class _Mark:
+    """A mark for the time of a `with` block."""
+
+    def __init__(self, store: ObjectStore, key: str, writer: str):
+        self._store, self._key, self._writer = store, key, writer
+        self._written = 0.0
+
+    def write_again(self) -> None:
+        """Show that the process is alive, if that is due."""
+        if time.monotonic() - self._written > _AGAIN_S:
+            self._write()
+
+    def _write(self) -> None:
+        self._store.put_text(self._key, {"version": 1, "writer": self._writer})
+        self._written = time.monotonic()
+
+    def _remove(self) -> None:
+        with suppress(StorageError):  # It does not count once it is old.
+            self._store.remove(self._key)
+
+    def __enter__(self) -> Self:
+        self._write()
+        try:
+            self._look()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._remove()
+
+    def _look(self) -> None:
+        raise NotImplementedError
+
+
+class Pushing(_Mark):
+    """Mark of a push.
+
+    Args:
+        writer: name of the caller whose cleaning does not run at the same time; "" = nobody's.
+        rank: number of the process, if several push for one writer.
+    """
+
+    def __init__(self, store: ObjectStore, writer: str = "", rank: int = 0):
+        super().__init__(store, f"pushing/{f'{writer}-{rank}' if writer else uuid.uuid4().hex}.json", writer)
+
+    def _look(self) -> None:
+        while (other := self._store.get_text(_CLEANING)) is not None:
+            if self._writer and other.get("writer") == self._writer or self._store.age_s(_CLEANING) > ALIVE_S:
+                return
+            time.sleep(_LOOK_S)
+            self.write_again()
+
+
+class Cleaning(_Mark):
+    """Mark of cleaning. LockedError if a push is at work."""
+
+    def __init__(self, store: ObjectStore, writer: str = ""):
+        super().__init__(store, _CLEANING, writer)
+
+    def _look(self) -> None:
+        for key in self._store.keys("pushing/"):
+            if self._writer and key.startswith(f"pushing/{self._writer}-"):
+                continue
+            if self._store.age_s(key) <= ALIVE_S:
+                raise LockedError(
+                    f"{self._store.url} must not be cleaned while a push writes there, and {key} says that one does;"
+                    f" clean once it has ended, or, if it was killed, {ALIVE_S / 60:.0f} minutes later"
+                )
