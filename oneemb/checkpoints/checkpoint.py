@@ -25,10 +25,21 @@ import io
 import json
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import NamedTuple, TypeVar, cast
 
+from oneemb.checkpoints.checkpoint_snapshots import (
+    CheckpointFile,
+    Embeddings,
+    Snapshots,
+    check_keep,
+    delete_snapshots,
+    existing_snapshots,
+    name_of_save,
+    new_snapshots,
+    save_snapshots,
+)
 from oneemb.checkpoints.graph_state import (
     LoadedKeys,
     State,
@@ -39,15 +50,21 @@ from oneemb.checkpoints.graph_state import (
     restore_dense,
     state_of,
 )
-from oneemb.checkpoints.named_snapshot import SnapshotName
 from oneemb.checkpoints.state_bytes import to_bytes
 from oneemb.checkpoints.state_names import named_embeddings
+from oneemb.checkpoints.stored_checkpoint import (
+    StoredCheckpoint,
+    delete_stored_after,
+    is_url,
+    save_stored,
+    with_stored_rows,
+)
 from oneemb.embeddings import internals
-from oneemb.embeddings.embedding import TableEmbedding, embeddings_of
+from oneemb.embeddings.embedding import embeddings_of
 from oneemb.flags import check_flags
 from oneemb.graph.one_rank import ALONE
 from oneemb.graph.ranks import AnyRanks, together
-from oneemb.storage.errors import SnapshotNeededError, StorageError
+from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import LocalFileSystem, doing
 from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.new_files import NewFile, is_held
@@ -56,22 +73,8 @@ from oneemb.training.train_state import TrainState
 
 T = TypeVar("T")
 
-_PREFIX = "checkpoint-"
 # Suffix of the intent of a save, and the intent's last line.
 _SAVING, _IN_PLACE = ".saving", "in place\n"
-
-_Embeddings = Mapping[str, TableEmbedding]
-# {name of the module: snapshot of the embedding}.
-_Snapshots = dict[str, SnapshotName]
-
-
-class _File(State, total=False):
-    """State of a graph, with entries for later saves to the same path."""
-
-    path: str
-    """Path to which the file was saved."""
-    earlier: list[_Snapshots]
-    """Snapshots of earlier saves to the path, newest first."""
 
 
 def save_checkpoint(
@@ -81,7 +84,8 @@ def save_checkpoint(
     ranks after the first."""
     check_flags(keep_deltas=keep_deltas)
     ranks, what = _ranks_of(graph), f"save {path!r}, keep={keep}{'' if keep_deltas else ', keep_deltas=False'}"
-    kept = _together(graph, ranks, "save", what, lambda: _save(graph, train, path, keep, keep_deltas, ranks, what))
+    save = save_stored if is_url(path) else _save
+    kept = _together(graph, ranks, "save", what, lambda: save(graph, train, path, keep, keep_deltas, ranks, what))
     return kept if ranks.first else 0
 
 
@@ -99,8 +103,11 @@ def load_checkpoint(
         keys = _restore(graph, train, state, path, ranks, what, strict=strict)
         embeddings = named_embeddings(graph) if delete_newer else {}
         for name, snapshot in state["embeddings"].items():
-            if name in embeddings:
-                embeddings[name].delete_snapshots_after(snapshot["oneemb_snapshot"])
+            last = snapshot["oneemb_snapshot"]
+            if name in embeddings and (last is None or last in embeddings[name].snapshots()):
+                embeddings[name].delete_snapshots_after(last)
+        if delete_newer and is_url(path):
+            ranks.by_first(what, lambda: delete_stored_after(embeddings, state, path))
         return keys
 
     return _together(graph, ranks, "load", what, load)
@@ -220,7 +227,7 @@ def _state_in(state_dict: object) -> bytes:
 class _Plan(NamedTuple):
     """Plan of a save, which the first rank makes from the files at the path."""
 
-    earlier: list[_Snapshots]
+    earlier: list[Snapshots]
     """Snapshots of earlier saves to this path, newest first."""
     left: list[str]
     """Paths of the intents of saves that were stopped."""
@@ -235,47 +242,39 @@ def _save(
     embeddings = named_embeddings(graph)
 
     def begin() -> tuple[_Plan | None, dict[str, int]]:
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise ValueError(f"keep must be an int of at least 1, or None, got {keep!r}")
+        check_keep(keep)
         check_between_updates(graph, train)
         changes = {name: embedding.store.changes for name, embedding in embeddings.items()}
         if not ranks.first:
             return None, changes
         intents = glob.glob(f"{glob.escape(path)}.{'[0-9a-f]' * 8}{_SAVING}")
         left = [intent for intent in intents if not is_held(LocalFileSystem(), intent)]
-        return _Plan(_named_by(path), left, f"{_PREFIX}{train.steps:012d}-{uuid.uuid4().hex[:8]}"), changes
+        return _Plan(_named_by(path), left, name_of_save(train)), changes
 
     of_all = ranks.all_gather(what, begin)
     plan = cast(_Plan, of_all[0][0])
-    existing = _existing(embeddings, plan.earlier)
+    existing = existing_snapshots(embeddings, plan.earlier)
     earlier = [snapshots for snapshots, names in zip(plan.earlier, existing, strict=True) if names]
     kept, superfluous = (earlier, []) if keep is None else (earlier[: keep - 1], earlier[keep - 1 :])
-    made: _Snapshots = {}
-    for name in embeddings:
-        changed = any(changes.get(name) for _, changes in of_all)
-        made[name] = {"oneemb_snapshot": plan.snapshot if changed else None, "oneemb_identity": None}
+    changed = {name: any(changes.get(name) for _, changes in of_all) for name in embeddings}
+    made = new_snapshots(embeddings, changed, plan.snapshot)
     with doing("write the checkpoint", path):
         for intent_path in plan.left:
             _undo(intent_path, embeddings, ranks, what)
         with Intent(path, made, embeddings, ranks, what) as intent:
-            for name, embedding in embeddings.items():
-                snapshot = made[name]["oneemb_snapshot"]
-                if snapshot is not None:
-                    # `embedding.save_snapshot` would make state_dict() name this snapshot.
-                    identity = embedding.rank_snapshots.save(snapshot, embedding.description())
-                    made[name]["oneemb_identity"] = identity
+            save_snapshots(embeddings, made)
             others = others_of(graph, ranks, what)
 
             def write() -> None:
                 # `earlier` names superfluous snapshots too: if their deletion fails, the next save tries again.
-                file: _File = {**state_of(graph, train, made, others), "path": path, "earlier": earlier}
+                file: CheckpointFile = {**state_of(graph, train, made, others), "path": path, "earlier": earlier}
                 intent.put_in_place(to_bytes(file))
 
             ranks.by_first(f"{what}: the file", write)
     folder = os.path.dirname(path)
     ranks.by_first(f"{what}: its folder", lambda: LocalFileSystem().sync_directory(folder))
     for snapshots in superfluous:
-        _delete(embeddings, snapshots, () if keep_deltas else [*kept, made])
+        delete_snapshots(embeddings, snapshots, () if keep_deltas else [*kept, made])
     return len(kept)
 
 
@@ -283,7 +282,10 @@ def _save(
 
 
 def _read_together(path: str, ranks: AnyRanks, what: str) -> State:
-    """The state in a file, which the first rank reads for all ranks."""
+    """The state in a file or object, which the first rank reads for all ranks."""
+    if is_url(path):
+        stored = ranks.of_first(what, lambda: StoredCheckpoint(path).read())
+        return _parsed(lambda: stored, path, ranks, what)
     if ranks.alone:
         with open(os.path.expanduser(path), "rb") as file:
             return load_state(file, path)
@@ -308,6 +310,14 @@ def _restore(
 ) -> LoadedKeys:  # fmt: skip
     embeddings, found = named_embeddings(graph), list[LoadedKeys]()
     ranks.agree(what, lambda: found.append(check_fits(graph, train, state, where, strict=strict)))
+    with with_stored_rows(embeddings, state, where, ranks, what):
+        _load_all(graph, train, state, where, ranks, what)
+    return found[0]
+
+
+def _load_all(graph: CompiledGraph, train: TrainState, state: State, where: str, ranks: AnyRanks, what: str) -> None:
+    """Load a state that fits, and the snapshots that it names."""
+    embeddings = named_embeddings(graph)
     snapshots = {name: snapshot for name, snapshot in state["embeddings"].items() if name in embeddings}
     for name, snapshot in snapshots.items():
         if snapshot["oneemb_snapshot"] is not None:
@@ -329,20 +339,21 @@ def _restore(
             for embedding in embeddings.values():
                 embedding.store.store_lock.cut_short(error)
         raise
-    return found[0]
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def _named_by(path: str) -> list[_Snapshots]:
+def _named_by(path: str) -> list[Snapshots]:
     """Snapshots of saves to this path, newest first."""
     if not os.path.lexists(path):
         return []
     try:
         with open(path, "rb"):
             pass  # If the path cannot be opened, this error says more than torch's.
-        state = cast(_File, load_state(path, path, mmap=True))  # Only names are needed; mmap leaves tensors unread.
+        state = cast(
+            CheckpointFile, load_state(path, path, mmap=True)
+        )  # Only names are needed; mmap leaves tensors unread.
     except OSError as error:
         raise type(error)(error.errno, f"{error.strerror}; give the path of a file, to be written", path) from error
     except ValueError as error:
@@ -362,7 +373,7 @@ class Intent:
     A save that fails removes its own files and snapshots.
     """
 
-    def __init__(self, path: str, made: _Snapshots, embeddings: _Embeddings, ranks: AnyRanks, what: str):
+    def __init__(self, path: str, made: Snapshots, embeddings: Embeddings, ranks: AnyRanks, what: str):
         self._target, self._made, self._embeddings = path, made, embeddings
         self._ranks, self._what = ranks, what
         self.path = f"{path}.{uuid.uuid4().hex[:8]}{_SAVING}"
@@ -424,12 +435,12 @@ def _temporary_of(intent: str) -> str:
     return f"{intent.removesuffix(_SAVING)}.tmp"
 
 
-def _undo(intent: str, embeddings: _Embeddings, ranks: AnyRanks, what: str) -> None:
+def _undo(intent: str, embeddings: Embeddings, ranks: AnyRanks, what: str) -> None:
     """Remove the remains of an unfinished save: snapshots that no file names, the temporary file and the intent. The
     first rank reads `intent`."""
     temporary = _temporary_of(intent)
 
-    def read() -> _Snapshots:
+    def read() -> Snapshots:
         made, in_place = _read_intent(intent)
         return made if not in_place or os.path.lexists(temporary) else {}
 
@@ -439,11 +450,11 @@ def _undo(intent: str, embeddings: _Embeddings, ranks: AnyRanks, what: str) -> N
                 LocalFileSystem().remove(path)
 
     what = f"{what}: what is taken back"
-    _delete(embeddings, ranks.by_first(what, read))
+    delete_snapshots(embeddings, ranks.by_first(what, read))
     ranks.by_first(what, remove)
 
 
-def _read_intent(intent: str) -> tuple[_Snapshots, bool]:
+def _read_intent(intent: str) -> tuple[Snapshots, bool]:
     """(snapshots that a save was to make, whether its checkpoint was about to be renamed), from its intent."""
     try:
         with open(intent, "rb") as file:
@@ -452,38 +463,10 @@ def _read_intent(intent: str) -> tuple[_Snapshots, bool]:
         made = json.loads(first_line)["snapshots"]
         names = {name: snapshot["oneemb_snapshot"] for name, snapshot in made.items()}
         if all(isinstance(snapshot, str | None) for snapshot in names.values()):
-            snapshots: _Snapshots = {
+            snapshots: Snapshots = {
                 name: {"oneemb_snapshot": snapshot, "oneemb_identity": None} for name, snapshot in names.items()
             }
             return snapshots, rest == _IN_PLACE
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     return {}, False  # The save ended while it wrote the intent, before it made a snapshot.
-
-
-def _existing(embeddings: _Embeddings, of_saves: Sequence[_Snapshots]) -> list[list[str]]:
-    """For each save, the names of the modules whose snapshot still exists. A snapshot that cannot be read counts; a
-    snapshot with another identity does not."""
-    found: list[list[str]] = [[] for _ in of_saves]
-    for name, embedding in embeddings.items():
-        named = [(n, snapshots[name]) for n, snapshots in enumerate(of_saves) if name in snapshots]
-        named = [(n, one) for n, one in named if one["oneemb_snapshot"] is not None]
-        existing = embedding.rank_snapshots.existing(
-            [(str(one["oneemb_snapshot"]), one["oneemb_identity"]) for _, one in named]
-        )
-        for (n, _), exists in zip(named, existing, strict=True):
-            found[n] += [name] * exists
-    return found
-
-
-def _delete(embeddings: _Embeddings, snapshots: _Snapshots, kept: Sequence[_Snapshots] = ()) -> None:
-    """Delete `snapshots`, except those with another identity and parents of deltas. With `kept`, a parent goes together
-    with its deltas if all of them are older than `kept`."""
-    for name in _existing(embeddings, [snapshots])[0]:
-        embedding, snapshot = embeddings[name], str(snapshots[name]["oneemb_snapshot"])
-        if kept:
-            names = {str(one[name]["oneemb_snapshot"]) for one in kept if name in one}
-            for delta in embedding.rank_snapshots.deltas_before(snapshot, names):
-                embedding.delete_snapshot(delta)
-        with suppress(SnapshotNeededError):
-            embedding.delete_snapshot(snapshot)

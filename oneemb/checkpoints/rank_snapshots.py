@@ -40,6 +40,7 @@ from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.part_folders import NewParts, PartRemoval, sweep_folder, to_remove
 from oneemb.storage.snapshots.snapshot_parts import FoundParts, PartedSnapshot, find_parts, folders_at, table_name_of
+from oneemb.storage.snapshots.unfinished import unmark
 from oneemb.storage.table.delta import Delta, rows_of
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiered_rows import NewPart
@@ -52,7 +53,8 @@ class Loaded(NamedTuple):
 
     info: SnapshotInfo
     as_saved: bool
-    """Whether the rows equal the saved rows; False = optimizer state was added to them."""
+    """Whether the folder has a snapshot of the rows as they are; False = optimizer state was added to them, or the
+    snapshot was read from another folder."""
 
 
 class RankSnapshots:
@@ -76,6 +78,7 @@ class RankSnapshots:
         self.replicas = RankReplicas(store, ranks)
         self._swept = False
         self._part_of = ""
+        self._read_from: FoundParts | None = None
         self.last: str | None = None
         """Name of the snapshot that was saved or loaded last; None = none was, or it has been deleted."""
         self.are_kept = True
@@ -97,6 +100,33 @@ class RankSnapshots:
             yield
         finally:
             self._part_of = former
+
+    # ---- snapshots of elsewhere -------------------------------------------------------------------------------------
+
+    @property
+    def folder(self) -> str:
+        """Folder of this rank's table."""
+        return self._own
+
+    @contextmanager
+    def reading(self, found: FoundParts) -> Iterator[None]:
+        """Block in which loads read snapshots of other folders than the embedding's. All ranks must enter it."""
+        self._read_from = found
+        try:
+            yield
+        finally:
+            self._read_from = None
+
+    @property
+    def reads_elsewhere(self) -> bool:
+        """Whether loads read snapshots of other folders than the embedding's."""
+        return self._read_from is not None
+
+    def keep_brought(self) -> None:
+        """Remove the marks of parts that have been linked into the folders of all ranks."""
+        if self._size > 1:
+            found = find_parts([self._own], self._fs)
+            unmark(self._fs, self._own, {part.info.identity for part in found.parts if part.marked})
 
     # ---- list -------------------------------------------------------------------------------------------------------
 
@@ -137,7 +167,11 @@ class RankSnapshots:
 
     def find(self, what: str, name: str, identity: str | None, named_by: str) -> PartedSnapshot:
         """The snapshot `name`; arguments and errors as for `FoundParts.get`. `what` names the exchange."""
-        return self._find(what).get(name, identity, named_by)
+        elsewhere, snapshots = self._read_from, list[PartedSnapshot]()
+        if elsewhere is None:
+            return self._find(what).get(name, identity, named_by)
+        self.ranks.agree(what, lambda: snapshots.append(elsewhere.get(name, identity, named_by)))
+        return snapshots[0]
 
     def _find(self, what: str, check: Callable[[], object] = lambda: None) -> FoundParts:
         """The parts that all ranks find: each rank in its own folder, the first rank also in folders that belong to no
@@ -154,7 +188,11 @@ class RankSnapshots:
 
     def _has_no_ranks(self) -> bool:
         """Whether this process owns all rows, and its folder has no folders of ranks, from an earlier job."""
-        return self.ranks.alone and not any(folder != self._own for folder in folders_at([self._own]))
+        return (
+            self.ranks.alone
+            and self._read_from is None
+            and not any(folder != self._own for folder in folders_at([self._own]))
+        )
 
     def of_all(self, what: str, mine: T) -> list[T]:
         """`mine` of each rank, in the order of the ranks. `what` names the operation."""
@@ -375,7 +413,7 @@ class RankSnapshots:
         finally:
             if owned is not None:
                 owned.close()
-        return Loaded(snapshot.info, as_saved)
+        return Loaded(snapshot.info, as_saved and self._read_from is None)
 
     def _open(
         self, what: str, snapshot: PartedSnapshot, *, weights_only: bool, read: bool

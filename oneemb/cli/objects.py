@@ -103,8 +103,8 @@ def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
 @click.option("--older-than-hours", type=click.FloatRange(min=0), default=24.0, show_default=True)
 @json_option
 def clean(url: str, older_than_hours: float, as_json: bool) -> None:
-    """Remove what no snapshot at URL needs: what killed pushes and deleted snapshots have left. No push may run:
-    cleaning gives way to one."""
+    """Remove what no snapshot at URL needs: what killed pushes and deleted snapshots have left. It is refused while a
+    push runs."""
     from dataclasses import asdict
 
     from oneemb.storage.objects.deletion import clean_store

@@ -155,7 +155,7 @@ class SnapshotCalls(WeightOfRows):
             name, weights_only=weights_only, check=functools.partial(_check_tables, self)
         )
         drop_grads(self)
-        self.rank_snapshots.last = name
+        self.rank_snapshots.last = None if self.rank_snapshots.reads_elsewhere else name
         snapshot: SnapshotName = {"oneemb_snapshot": name, "oneemb_identity": info.identity}
         self.saved = (snapshot, self.store.changes) if as_saved else None
         return differences(_check_tables(self, info), ours)

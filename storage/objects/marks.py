@@ -4,8 +4,8 @@
     cleaning.json             `clean_store` is at work
 
 A push writes its mark and then looks for that of cleaning, which it waits out. Cleaning writes its mark and then looks
-for those of pushes, before which it gives way. So one of the two sees the other. Both write their marks again from time
-to time: a mark that is older than `ALIVE_S` was left by a process that was killed.
+for those of pushes: if there is one, it is refused. So one of the two sees the other. Both write their marks again
+from time to time: a mark that is older than `ALIVE_S` was left by a process that was killed.
 
 Marks by the same `writer` do not count, since its calls follow each other: `TrainGraph.save` is one writer.
 """

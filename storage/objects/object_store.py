@@ -171,11 +171,17 @@ class ObjectStore:
         """Write a dict as JSON with a checksum. What was there before is replaced."""
         self.write(key, json.dumps(fields | {"sha256": _sum_of(fields)}, sort_keys=True).encode())
 
+    def get_object(self, key: str) -> bytes | None:
+        """Bytes of an object whose own format has checksums; None = there is none."""
+        try:
+            return self._read(key)
+        except FileNotFoundError:
+            return None
+
     def get_text(self, key: str) -> dict[str, Any] | None:
         """The dict that `put_text` wrote; None = there is none. CorruptTableError if the bytes are not as written."""
-        try:
-            data = self._read(key)
-        except FileNotFoundError:
+        data = self.get_object(key)
+        if data is None:
             return None
         try:
             fields: dict[str, Any] = json.loads(data)

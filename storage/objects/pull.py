@@ -20,7 +20,7 @@ from oneemb.storage.new_files import new_file
 from oneemb.storage.objects.manifests import StoredFile, StoredPart, current_of, get_part, names_in
 from oneemb.storage.objects.object_store import ObjectStore, store_beside
 from oneemb.storage.objects.transfers import Progress, Progressing, in_order
-from oneemb.storage.snapshots.backup import backup_folder
+from oneemb.storage.snapshots.backup import backup_folder, has_links
 from oneemb.storage.table.chunk_scan import read_keys
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.snapshot_file import SnapshotFiles
@@ -223,18 +223,3 @@ class Bringing:
                 self._moved.add(len(data))
         if self._fs.size(path) != file.size:
             raise CorruptTableError(f"{self._store.url}: the pieces of {file.path} have another size than the file")
-
-
-def has_links(folder: str) -> bool:
-    """Whether the file system of a folder has hard links."""
-    one, other = f"{folder}/link", f"{folder}/link.other"
-    try:
-        with open(one, "wb"):
-            os.link(one, other)
-        return True
-    except OSError:
-        return False
-    finally:
-        for path in (one, other):
-            with suppress(FileNotFoundError):
-                os.remove(path)

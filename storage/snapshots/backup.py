@@ -26,7 +26,7 @@ from oneemb.storage.errors import CorruptTableError, LockedError, SnapshotNotFou
 from oneemb.storage.fs import FileSystem, LocalFileSystem, doing
 from oneemb.storage.new_files import NewFile, new_file
 from oneemb.storage.snapshots.part_folders import check_parts
-from oneemb.storage.snapshots.snapshot_parts import Part, PartedSnapshot, incomplete_text, look_at
+from oneemb.storage.snapshots.snapshot_parts import FoundParts, Part, PartedSnapshot, incomplete_text, look_at
 from oneemb.storage.snapshots.unfinished import mark, unmark
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, chunk_numbers, chunk_paths
 from oneemb.storage.table.chunk_scan import read_keys
@@ -89,6 +89,35 @@ def backup_folder(
     return backup.result
 
 
+def link_parts(path: str, to: str) -> None:
+    """Link, or copy, the parts of snapshots in the table at `path` into the table at `to`, whether or not the other
+    parts of the snapshots exist. They are marked as unfinished, if there are others.
+
+    Raises:
+        LockedError: a job uses `to`.
+        StorageError: `to` has other chunks of the same numbers or other snapshots of the same names, or a file call
+            fails.
+    """
+    backup = _Backup(path, to, has_links(path))
+    with _only_writer(to):
+        backup.run_parts()
+
+
+def has_links(folder: str) -> bool:
+    """Whether the file system of a folder has hard links."""
+    one, other = f"{folder}/link", f"{folder}/link.other"
+    try:
+        with open(one, "wb"):
+            os.link(one, other)
+        return True
+    except OSError:
+        return False
+    finally:
+        for path in (one, other):
+            with suppress(FileNotFoundError):
+                os.remove(path)
+
+
 @contextmanager
 def _only_writer(to: str) -> Iterator[None]:
     """Block in which no other backup writes to the folder `to`, which is made if it does not exist."""
@@ -118,14 +147,7 @@ class _Backup:
         found = look_at([self._path])
         self.result.incomplete = found.broken() | {one.name: one.reason for one in found.damaged}
         self.result.incomplete |= {parts[0].whole.name: incomplete_text(parts) for parts in found.incomplete()}
-        for folder in found.folders:
-            target = self._target(folder)
-            if (holder := lock_holder(self._fs, f"{target}/LOCK")) is not None:
-                raise LockedError(
-                    f"{target}, the copy of {folder}, must not be in use, it is held by {holder}; end that job, or give"
-                    " another folder for the copy"
-                )
-            self._remove_unfinished(f"{target}/chunks")
+        self._check_not_in_use(found)
         for snapshot in found.snapshots():
             if snapshot.name in self.result.incomplete:
                 continue
@@ -143,6 +165,31 @@ class _Backup:
                 continue
             self.result.snapshots.append(snapshot.name)
             self.result.copied.append(snapshot.name)
+
+    def run_parts(self) -> None:
+        """Copy each part by itself, and mark it if it has others."""
+        found = look_at([self._path])
+        self._check_not_in_use(found)
+        for part in sorted(found.parts, key=lambda part: part.info.sequence):
+            alone, target = PartedSnapshot((part,)), self._target(part.folder)
+            if self._is_there(alone):
+                continue
+            if part.info.name in SnapshotFiles(self._fs, f"{target}/snapshots").names():
+                raise StorageError(f"{target} has another snapshot named {part.info.name!r}; delete it first")
+            if part.whole.shards > 1:
+                mark(self._fs, target, [part.info.identity])
+            self._copy(alone)
+
+    def _check_not_in_use(self, found: FoundParts) -> None:
+        """Raise LockedError if a job uses a table of the copy. Remove the files that a killed backup has left."""
+        for folder in found.folders:
+            target = self._target(folder)
+            if (holder := lock_holder(self._fs, f"{target}/LOCK")) is not None:
+                raise LockedError(
+                    f"{target}, the copy of {folder}, must not be in use, it is held by {holder}; end that job, or give"
+                    " another folder for the copy"
+                )
+            self._remove_unfinished(f"{target}/chunks")
 
     def _remove_unfinished(self, folder: str) -> None:
         """Remove the files that a killed backup has left."""

@@ -3,6 +3,7 @@
 A snapshot holds all rows as they are at the call, the number of steps taken, and the meaning of the rows' words.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from oneemb.storage.bottom import EXPORTED, Bottom
@@ -252,6 +253,21 @@ class StoreSnapshots(StorePart):
         if owned is not None or self._store.plan.copies_rows or other_words:
             for _ in rows.scan(info.name, owned):
                 pass
+
+    @no_step("load_snapshot")
+    @with_store_lock
+    def with_closed_table(self, call: Callable[[], bool]) -> bool:
+        """Result of `call`, which brings snapshots to the table's folder, while the table is closed. False, without a
+        call, if the store has rows: they would be lost."""
+        if not self.rows.built:
+            return call()
+        if len(self.rows):
+            return False
+        self.rows.dismantle()
+        try:
+            return call()
+        finally:
+            self.rows.build()
 
     # ---- what there is ----------------------------------------------------------------------------------------------
 

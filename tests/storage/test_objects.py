@@ -608,7 +608,7 @@ def test_the_newest_snapshot_is_named_and_a_deleted_one_is_not(tmp_path, url):
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_cleaning_gives_way_to_a_push_and_removes_nothing_that_the_push_counts_on(tmp_path, url, monkeypatch):
+def test_cleaning_is_refused_beside_a_push_and_removes_nothing_that_the_push_counts_on(tmp_path, url, monkeypatch):
     held = saved_table(tmp_path / "live", "ab")
     with monkeypatch.context() as patch:
         patch.setattr(push_module, "put_part", lambda *args: (_ for _ in ()).throw(Killed))

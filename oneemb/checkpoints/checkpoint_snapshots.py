@@ -1,0 +1,81 @@
+"""Snapshots that checkpoints name: whether they exist, and their deletion, by all ranks together."""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from oneemb.checkpoints.graph_state import State
+from oneemb.checkpoints.named_snapshot import SnapshotName
+from oneemb.embeddings.embedding import TableEmbedding
+from oneemb.storage.errors import SnapshotNeededError
+from oneemb.training.train_state import TrainState
+
+_PREFIX = "checkpoint-"
+
+Embeddings = Mapping[str, TableEmbedding]
+Snapshots = dict[str, SnapshotName]
+"""{name of the module: snapshot of the embedding}."""
+
+
+class CheckpointFile(State, total=False):
+    """State of a graph, with entries for later saves to the same path."""
+
+    path: str
+    """Path or URL to which the file was saved."""
+    earlier: list[Snapshots]
+    """Snapshots of earlier saves to the path, newest first."""
+
+
+def check_keep(keep: int | None) -> None:
+    """Raise ValueError unless `keep` is a number of saves, or None for all."""
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"keep must be an int of at least 1, or None, got {keep!r}")
+
+
+def name_of_save(train: TrainState) -> str:
+    """Name for the snapshots of a save."""
+    return f"{_PREFIX}{train.steps:012d}-{uuid.uuid4().hex[:8]}"
+
+
+def new_snapshots(embeddings: Embeddings, changed: Mapping[str, bool], snapshot: str) -> Snapshots:
+    """The snapshots that a save makes, all of the name `snapshot`. Embeddings that never had a row get none."""
+    return {
+        name: {"oneemb_snapshot": snapshot if changed[name] else None, "oneemb_identity": None} for name in embeddings
+    }
+
+
+def save_snapshots(embeddings: Embeddings, made: Snapshots) -> None:
+    """Save the snapshots `made`, and enter their identities."""
+    for name, embedding in embeddings.items():
+        snapshot = made[name]["oneemb_snapshot"]
+        if snapshot is not None:
+            # `embedding.save_snapshot` would make state_dict() name this snapshot.
+            made[name]["oneemb_identity"] = embedding.rank_snapshots.save(snapshot, embedding.description())
+
+
+def existing_snapshots(embeddings: Embeddings, of_saves: Sequence[Snapshots]) -> list[list[str]]:
+    """For each save, the names of the modules whose snapshot still exists. A snapshot that cannot be read counts; a
+    snapshot with another identity does not."""
+    found: list[list[str]] = [[] for _ in of_saves]
+    for name, embedding in embeddings.items():
+        named = [(n, snapshots[name]) for n, snapshots in enumerate(of_saves) if name in snapshots]
+        named = [(n, one) for n, one in named if one["oneemb_snapshot"] is not None]
+        existing = embedding.rank_snapshots.existing(
+            [(str(one["oneemb_snapshot"]), one["oneemb_identity"]) for _, one in named]
+        )
+        for (n, _), exists in zip(named, existing, strict=True):
+            found[n] += [name] * exists
+    return found
+
+
+def delete_snapshots(embeddings: Embeddings, snapshots: Snapshots, kept: Sequence[Snapshots] = ()) -> None:
+    """Delete `snapshots`, except those with another identity and parents of deltas. With `kept`, a parent goes together
+    with its deltas if all of them are older than `kept`."""
+    for name in existing_snapshots(embeddings, [snapshots])[0]:
+        embedding, snapshot = embeddings[name], str(snapshots[name]["oneemb_snapshot"])
+        if kept:
+            names = {str(one[name]["oneemb_snapshot"]) for one in kept if name in one}
+            for delta in embedding.rank_snapshots.deltas_before(snapshot, names):
+                embedding.delete_snapshot(delta)
+        with suppress(SnapshotNeededError):
+            embedding.delete_snapshot(snapshot)

@@ -1,0 +1,307 @@
+"""Checkpoints in an object store: `graph.save("s3://bucket/job/checkpoint.pt")`.
+
+    <url>                          state of the graph without its rows: the bytes that a file would have
+    <url>.saving                   names of the snapshots that a running save makes
+    <url>.rows/<embedding>/        snapshots of the embedding (storage/objects)
+
+Rows are saved as local snapshots first, by each rank on its own disk, and pushed from there.
+
+    save       1. the intent is written to <url>.saving    4. the first rank looks whether all parts are in the store,
+               2. all ranks save each snapshot locally        and writes <url>: now it is the checkpoint
+               3. each rank pushes its part                5. superfluous snapshots go, locally and in the store
+
+Invariants:
+- an object at <url> names snapshots that are complete in the store, wherever any rank is killed;
+- a snapshot is deleted only if neither the object at <url> nor one that a running save may write there names it: a save
+  that ends in the middle of step 4 leaves its snapshots to the next save, which reads <url> first.
+"""
+
+import errno
+import io
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple, cast
+from urllib.parse import quote
+
+from oneemb.checkpoints.brought_snapshots import brought
+from oneemb.checkpoints.checkpoint_snapshots import (
+    CheckpointFile,
+    Embeddings,
+    Snapshots,
+    check_keep,
+    delete_snapshots,
+    name_of_save,
+    new_snapshots,
+    save_snapshots,
+)
+from oneemb.checkpoints.graph_state import State, check_between_updates, load_state, others_of, state_of
+from oneemb.checkpoints.named_snapshot import SnapshotName
+from oneemb.checkpoints.state_bytes import to_bytes
+from oneemb.checkpoints.state_names import named_embeddings
+from oneemb.graph.build_error import warn_user
+from oneemb.graph.ranks import AnyRanks
+from oneemb.storage.errors import CorruptTableError, LockedError, SnapshotNotFoundError, StorageError
+from oneemb.storage.locking.signals_deferred import signals_deferred
+from oneemb.storage.objects.deletion import clean_parts, clean_store, forget_stored
+from oneemb.storage.objects.manifests import current_of, names_in
+from oneemb.storage.objects.object_store import ObjectStore
+from oneemb.storage.objects.push import push_of_writer
+from oneemb.training.compiled_graph import CompiledGraph
+from oneemb.training.train_state import TrainState
+
+_WRITER = "save"
+
+
+def is_url(path: object) -> bool:
+    """Whether a path is a URL of an object store."""
+    return isinstance(path, str) and "://" in path
+
+
+class StoredCheckpoint:
+    """The objects of a checkpoint. ValueError unless `url` names an object below a bucket or folder."""
+
+    def __init__(self, url: str):
+        parent, _, name = url.rpartition("/")
+        if not name or parent.endswith("/") or not parent:
+            raise ValueError(
+                f"path must be the URL of an object, such as 's3://bucket/job/checkpoint.pt', got {url!r}; name the"
+                " object to write"
+            )
+        self.url, self._name, self._store = url, name, ObjectStore(parent)
+
+    def rows_of(self, embedding: str) -> ObjectStore:
+        """Store of the snapshots of an embedding, by its name in the graph."""
+        return ObjectStore(f"{self.url}.rows/{quote(embedding, safe='') or '%'}")
+
+    def read(self) -> bytes:
+        """Bytes of the checkpoint. FileNotFoundError if there is none."""
+        data = self._store.get_object(self._name)
+        if data is None:
+            raise FileNotFoundError(errno.ENOENT, "there is no checkpoint; save one, or correct the URL", self.url)
+        return data
+
+    def named(self) -> list[Snapshots]:
+        """Snapshots of saves to this URL, newest first."""
+        data = self._store.get_object(self._name)
+        if data is None:
+            return []
+        try:
+            state = cast(CheckpointFile, load_state(io.BytesIO(data), self.url))
+        except ValueError as error:
+            raise ValueError(f"{error}; save to another URL, or delete it first") from error
+        if state.get("path") != self.url:  # The object was copied here: its snapshots belong to the original.
+            return []
+        return [state["embeddings"], *state.get("earlier", ())]
+
+    def write(self, data: bytes) -> None:
+        """Put a checkpoint in place of the one before."""
+        self._store.write(self._name, data)
+
+    def put_intent(self, made: Snapshots) -> None:
+        """Write down which snapshots a save makes."""
+        self._store.put_text(f"{self._name}.saving", {"snapshots": made})
+
+    def intent(self) -> Snapshots | None:
+        """Snapshots that a save was to make, which has not ended; None = each has ended."""
+        try:
+            text = self._store.get_text(f"{self._name}.saving")
+        except CorruptTableError:  # The object is only there to find what a killed save has left.
+            return {}
+        if text is None:
+            return None
+        made = text.get("snapshots")
+        return cast(Snapshots, made) if isinstance(made, dict) else {}
+
+    def remove_intent(self) -> None:
+        """Note that the save has ended."""
+        self._store.remove(f"{self._name}.saving")
+
+    def has(self, name: str, snapshot: SnapshotName) -> bool:
+        """Whether the store of an embedding has a snapshot, of the same identity."""
+        if snapshot["oneemb_snapshot"] is None:
+            return False
+        try:
+            identity = current_of(self.rows_of(name), snapshot["oneemb_snapshot"])[0]
+        except SnapshotNotFoundError:
+            return False
+        return snapshot["oneemb_identity"] in (None, identity)
+
+    def forget(self, snapshots: Snapshots, kept: list[Snapshots] | None = None) -> None:
+        """End snapshots in the store; `kept` as for `forget_stored`, for each embedding."""
+        for name, snapshot in snapshots.items():
+            if self.has(name, snapshot):
+                names = None if kept is None else {str(one[name]["oneemb_snapshot"]) for one in kept if name in one}
+                forget_stored(self.rows_of(name), str(snapshot["oneemb_snapshot"]), names)
+
+    def clean(self, embeddings: Iterable[str], *, thorough: bool = False) -> None:
+        """Remove objects that no snapshot needs. Where a push of a user runs, a later save does it."""
+        for name in embeddings:
+            with suppress(LockedError):
+                if thorough:
+                    clean_store(self.rows_of(name).url, 0.0, writer=_WRITER)
+                else:
+                    clean_parts(self.rows_of(name), _WRITER)
+
+
+# ---- save -----------------------------------------------------------------------------------------------------------
+
+
+class _Plan(NamedTuple):
+    """Plan of a save, which the first rank makes from the objects at the URL."""
+
+    named: list[Snapshots]
+    """Snapshots of the checkpoint and of earlier saves, newest first."""
+    earlier: list[Snapshots]
+    """The same, of which the store has one at least."""
+    left: Snapshots | None
+    """Snapshots that a save has left that was stopped; None = none was."""
+    snapshot: str
+    """Name of the snapshot that this save makes of each embedding."""
+
+
+def save_stored(
+    graph: CompiledGraph, train: TrainState, url: str, keep: int | None, keep_deltas: bool, ranks: AnyRanks, what: str
+) -> int:
+    """Save a checkpoint to an object store. Returns the number of earlier saves whose snapshots are kept."""
+    embeddings, places = named_embeddings(graph), list[StoredCheckpoint]()
+
+    def begin() -> tuple[_Plan | None, dict[str, int]]:
+        check_keep(keep)
+        check_between_updates(graph, train)
+        places.append(StoredCheckpoint(url))
+        changes = {name: embedding.store.changes for name, embedding in embeddings.items()}
+        return _plan(places[0], name_of_save(train)) if ranks.first else None, changes
+
+    of_all = ranks.all_gather(what, begin)
+    plan, place = cast(_Plan, of_all[0][0]), places[0]
+    changed = {name: any(changes.get(name) for _, changes in of_all) for name in embeddings}
+    made = new_snapshots(embeddings, changed, plan.snapshot)
+    if plan.left is not None:
+        _take_back(place, plan.left, embeddings, ranks, what)
+    ranks.by_first(f"{what}: what it makes", lambda: place.put_intent(made))
+    with _taken_back_on_error(place, made, embeddings, ranks, what):
+        save_snapshots(embeddings, made)
+        for name, embedding in embeddings.items():
+            if (snapshot := made[name]["oneemb_snapshot"]) is not None:
+                push = _pushes(place.rows_of(name), embedding.rank_snapshots.folder, snapshot, ranks.rank)
+                ranks.agree(f"{what}: the upload of {name!r}", push)
+        others = others_of(graph, ranks, what)
+
+    def write() -> None:
+        for name, snapshot in made.items():
+            if snapshot["oneemb_snapshot"] is not None and not place.has(name, snapshot):
+                raise StorageError(
+                    f"{place.rows_of(name).url} must have all parts of snapshot {snapshot['oneemb_snapshot']!r}, it"
+                    " lacks one that was there just now; give each job a URL of its own, and save again"
+                )
+        file: CheckpointFile = {**state_of(graph, train, made, others), "path": url, "earlier": plan.earlier}
+        place.write(to_bytes(file))
+        place.remove_intent()
+
+    ranks.by_first(f"{what}: the checkpoint", write)
+    for snapshots in plan.named:  # The store has them. The newest one stays here, for a quick start and for deltas.
+        delete_snapshots(embeddings, snapshots, () if keep_deltas else [made])
+    kept, superfluous = (plan.earlier, []) if keep is None else (plan.earlier[: keep - 1], plan.earlier[keep - 1 :])
+
+    def remove() -> None:
+        try:
+            for snapshots in superfluous:
+                place.forget(snapshots, None if keep_deltas else [*kept, made])
+            if superfluous:
+                place.clean(embeddings)
+        except (StorageError, OSError) as error:
+            warn_user(f"{url} is saved, but older snapshots could not be removed; the next save tries again: {error}")
+
+    ranks.by_first(f"{what}: older snapshots", remove)
+    return len(kept)
+
+
+def _plan(place: StoredCheckpoint, snapshot: str) -> _Plan:
+    named, left = place.named(), place.intent()
+    if left is not None:
+        names = {(name, one["oneemb_snapshot"]) for snapshots in named for name, one in snapshots.items()}
+        left = {name: one for name, one in left.items() if (name, one["oneemb_snapshot"]) not in names}
+    earlier = [snapshots for snapshots in named if any(place.has(name, one) for name, one in snapshots.items())]
+    return _Plan(named, earlier, left, snapshot)
+
+
+def _pushes(store: ObjectStore, folder: str, snapshot: str, rank: int) -> Callable[[], None]:
+    """Function that pushes this rank's part of a snapshot."""
+
+    def push() -> None:
+        result = push_of_writer(store, folder, snapshot, _WRITER, rank)
+        if problem := result.damaged.get(snapshot) or ("it was deleted meanwhile" if snapshot in result.gone else ""):
+            raise CorruptTableError(f"snapshot {snapshot!r} in {folder} cannot be uploaded to {store.url}: {problem}")
+
+    return push
+
+
+@contextmanager
+def _taken_back_on_error(
+    place: StoredCheckpoint, made: Snapshots, embeddings: Embeddings, ranks: AnyRanks, what: str
+) -> Iterator[None]:
+    """Block at whose error the snapshots `made` are removed. If that fails too, the next save does it."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            with signals_deferred:
+                _take_back(place, made, embeddings, ranks, what)
+        except (OSError, StorageError, RuntimeError) as failed:  # RuntimeError: another rank is gone.
+            error.add_note(f"the remains of the save could not be removed, the next save tries again: {failed}")
+        raise
+
+
+def _take_back(place: StoredCheckpoint, made: Snapshots, embeddings: Embeddings, ranks: AnyRanks, what: str) -> None:
+    """Remove the remains of a save that has not written its checkpoint, here and in the store."""
+    made = {name: snapshot for name, snapshot in made.items() if name in embeddings}
+    delete_snapshots(embeddings, made)
+
+    def remove() -> None:
+        place.forget(made)
+        place.clean(embeddings, thorough=True)
+        place.remove_intent()
+
+    ranks.by_first(f"{what}: what is taken back", remove)
+
+
+# ---- load -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def with_stored_rows(embeddings: Embeddings, state: State, path: str, ranks: AnyRanks, what: str) -> Iterator[None]:
+    """Block in which the snapshots that a checkpoint names can be loaded, if it was saved to an object store. Snapshots
+    that are not on this machine are brought.
+
+    Args:
+        path: path or URL from which the checkpoint was read.
+    """
+    urls = [url for url in dict.fromkeys((path, state.get("path"))) if is_url(url)]
+    snapshots = {name: one for name, one in state["embeddings"].items() if name in embeddings}
+    if not urls:
+        yield
+        return
+
+    def store_of(name: str) -> ObjectStore:
+        """The store with the snapshot of an embedding: beside the checkpoint, or where the checkpoint was saved."""
+        for url in urls[:-1]:
+            if StoredCheckpoint(str(url)).has(name, snapshots[name]):
+                return StoredCheckpoint(str(url)).rows_of(name)
+        return StoredCheckpoint(str(urls[-1])).rows_of(name)
+
+    with brought(embeddings, snapshots, store_of, ranks, what):
+        yield
+
+
+def delete_stored_after(embeddings: Embeddings, state: State, url: str) -> None:
+    """Delete snapshots and deltas that were saved after those of a checkpoint from the store."""
+    place = StoredCheckpoint(url)
+    for name, snapshot in state["embeddings"].items():
+        if name not in embeddings:
+            continue
+        store = place.rows_of(name)
+        order = {one: current_of(store, one)[2] for one in names_in(store)}
+        last = order.get(str(snapshot["oneemb_snapshot"]), -1)
+        for one in sorted(order, key=lambda one: -order[one]):
+            if order[one] > last:
+                forget_stored(store, one)
