@@ -337,13 +337,10 @@ class TrainGraph(CompiledGraph):
         state, and buffers and extra states of modules that differ. Names in the file leave out the `.module` of
         DistributedDataParallel.
 
-        `path` may be the URL of an object store, such as `s3://bucket/job/checkpoint.pt`, for machines without a shared
-        disk. Each rank then uploads its part of the rows to `<url>.rows/<embedding>/`, only what the store lacks, and
-        the object at the URL is written last. Of the snapshots of saves to this URL, the folders keep the newest one.
-
         Args:
-            path: the file, whose folder must exist, or a URL that fsspec knows. All ranks give the same path, but only
-                the first uses it.
+            path: the file, whose folder must exist; all ranks give the same path, but only the first uses it. Or the
+                URL of an object, such as `s3://bucket/job/checkpoint.pt`: each rank uploads what the store lacks of its
+                rows, and the folders keep only the newest snapshot of these saves.
             keep: number of saves to this path whose snapshots are kept, including this one. Older snapshots are deleted
                 when the file is in place, except parents of deltas; a copy of the file that names a deleted snapshot
                 cannot be loaded any more. None = keep all snapshots until `delete_snapshot`; each takes disk space for
@@ -361,7 +358,6 @@ class TrainGraph(CompiledGraph):
             RankError: another rank has failed; no checkpoint was saved.
             StorageError, OSError: the disk or the store fails. Either the old file is still at `path`, or the new file
                 is there and its name in the folder could not be made durable.
-            ImportError: the package of the URL's file system is missing.
         """
         path = file_path(path, "the file to write")
         kept = save_checkpoint(self, self._train_state, path, keep, keep_deltas)
@@ -382,13 +378,8 @@ class TrainGraph(CompiledGraph):
         keeps its own, and a further rank gets generators seeded by the first rank's state and its own number.
         Generators that were equal on several ranks are equal on all.
 
-        If the checkpoint was saved to an object store, rows that are not on this machine are brought from there: each
-        rank brings the parts that have its rows, only what its folder lacks. If the embedding has no rows yet and as
-        many ranks have saved, the rows are read where they are brought to, and deltas can go on from the snapshot;
-        otherwise they are copied into the embedding, and the folder does not have the snapshot.
-
         Args:
-            path: the file of a checkpoint, or its URL.
+            path: the file of a checkpoint, or its URL: each rank then brings the rows that its folder lacks.
             strict: whether graph and checkpoint must have the same names of parameters, buffers, embeddings, optimizers
                 and other parts. If False, parts that both have are loaded, and must fit; names that only one of them
                 has are ignored, and the graph's parts keep their values. Optimizer state is matched by the names of
