@@ -83,8 +83,8 @@ class ObjectStore:
                 return call()
             except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError):
                 raise
-            except (OSError, TimeoutError) as error:
-                if n == _TRIES - 1 or self._local:
+            except Exception as error:  # Libraries of stores have classes of errors of their own.
+                if n == _TRIES - 1 or self._local or isinstance(error, NotImplementedError):
                     raise StorageError(
                         f"{self.url}/{key} could not be {what}: {error}; call again once the store can be used"
                     ) from error
@@ -211,9 +211,14 @@ class ObjectStore:
     def age_s(self, key: str) -> float:
         """Seconds since an object was written; 0.0 if the store does not tell."""
         try:
-            return max(0.0, time.time() - self._fs.modified(self._path(key)).timestamp())
-        except (NotImplementedError, FileNotFoundError):
+            written = self._tried("looked up", key, lambda: self._fs.modified(self._path(key)))
+        except FileNotFoundError:
             return 0.0
+        except StorageError as error:
+            if isinstance(error.__cause__, NotImplementedError):
+                return 0.0
+            raise
+        return max(0.0, time.time() - float(written.timestamp()))
 
     def remove(self, key: str) -> None:
         """Remove an object, if it is there."""
