@@ -64,6 +64,13 @@ def _hash_keys_cpu(begin: Number, end: Number, table_N: Array, id_N: Array, hash
         hash_N[n] = hash_key(np.int64(table_N[n]), np.int64(id_N[n]), np.int64(0))
 
 
+def hash_keys(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+    """The hash of each key (table_N int32, id_N int64): uint64 [N]. Two ids of one table never have the same hash."""
+    hash_N = np.empty(len(id_N), np.uint64)
+    _hash_keys_cpu(0, len(id_N), table_N, id_N, hash_N)
+    return hash_N
+
+
 @cpu
 def _unique_keys_cpu(
     table_N: Array, id_N: Array, hash_N: Array, padded: Number, padding_id: Number, cell_C: Array, table_U: Array,

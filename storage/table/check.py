@@ -7,26 +7,26 @@ Invariants:
   names is read; the check goes on after damage.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, FormatVersionError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing
-from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.table.chunk_damage import ChunkState, examine_chunk, is_damage
 from oneemb.storage.table.chunk_files import chunk_numbers, chunk_paths
 from oneemb.storage.table.chunk_scan import ChunkKeys, live_rows, read_keys
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.recovery import lost_text, needed_bytes
+from oneemb.storage.table.repeated_keys import repeated_keys
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotRecord
 from oneemb.storage.table.table_info import lost_and_kept, need_table
 from oneemb.storage.table.writer_lock import lock_holder
 
 _Progress = Callable[[int, int], None]
+_NO_KEYS = ChunkKeys(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.uint32)), np.empty(0, np.int64)
 
 
 @dataclass
@@ -171,26 +171,34 @@ class _Check:
     def _check_snapshot(self, record: SnapshotRecord) -> None:
         """Check the lists of rows and the arrays of a snapshot, and that no key is in the snapshot twice. Counts the
         rows that are lost."""
-        name = record.info.name
-        sound = [part.rows for part in record.parts if part.number not in self._damaged]
-        index = HashIndex(Threads(1), sum(sound))
-        found = SnapshotCheck(rows=record.info.rows)
-        for part in record.parts:
-            try:
-                rows = live_rows(self._files.read_bits(record, part))
-            except StorageError as error:
-                self._damage(error, name)
-                found.lost_unknown += part.rows
-                continue
-            keys, rows = self._keys_of(record, part, rows, found)
-            old_U = index.put(keys.table_N[rows], keys.id_N[rows], rows)
-            for twice in np.flatnonzero(old_U >= 0)[:1]:
-                row = int(rows[twice])
+        name, found = record.info.name, SnapshotCheck(rows=record.info.rows)
+        readable: list[ChunkPart] | None = None
+
+        def keys() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            """Keys of the snapshot's rows, a chunk a batch. Only the first call reports damage and counts lost rows."""
+            nonlocal readable
+            if readable is None:
+                readable = []
+                for part in record.parts:
+                    of_part = self._keys_of(record, part, found)
+                    if of_part is not None:
+                        readable.append(part)
+                        yield of_part[0].of(of_part[1])
+                return
+            for part in readable:
+                chunk, row_N = self._keys_of(record, part, SnapshotCheck()) or _NO_KEYS
+                yield chunk.of(row_N)
+
+        for number, n in repeated_keys(keys, record.info.rows):
+            assert readable is not None
+            of_part = self._keys_of(record, readable[number], SnapshotCheck())
+            if of_part is not None:
+                row, chunk = int(of_part[1][n[0]]), of_part[0]
                 self.result.problems.append(
-                    f"{record.path}: snapshot {name!r} has {int((old_U >= 0).sum())} keys of chunk {part.number} twice,"
-                    f" the first is table {keys.table_N[row]}, id {keys.id_N[row]}"
+                    f"{record.path}: snapshot {name!r} has {len(n)} keys of chunk {readable[number].number} twice, the"
+                    f" first is table {chunk.table_N[row]}, id {chunk.id_N[row]}"
                 )
-                found.whole = False
+            found.whole = False
         for array in record.arrays:
             try:
                 self._files.read_array(record, array)
@@ -204,9 +212,16 @@ class _Check:
         self.result.rows += record.info.rows
 
     def _keys_of(
-        self, record: SnapshotRecord, part: ChunkPart, row_N: np.ndarray, found: SnapshotCheck
-    ) -> tuple[ChunkKeys, np.ndarray]:
-        """Keys of a chunk, and the rows among `row_N` whose keys can be read. Counts the lost rows in `found`."""
+        self, record: SnapshotRecord, part: ChunkPart, found: SnapshotCheck
+    ) -> tuple[ChunkKeys, np.ndarray] | None:
+        """Keys of a chunk, and the rows of a snapshot whose keys can be read; None if no key can be. Counts the lost
+        rows in `found`."""
+        try:
+            row_N = live_rows(self._files.read_bits(record, part))
+        except StorageError as error:
+            self._damage(error, record.info.name)
+            found.lost_unknown += part.rows
+            return None
         state = self._damaged.get(part.number)
         if state is None:
             try:
@@ -215,7 +230,7 @@ class _Check:
             except CorruptTableError as error:  # Of this part, which may be shorter than that of another snapshot.
                 self._problem(error, [record.info.name])
                 found.lost_unknown += len(row_N)
-                return ChunkKeys.empty(record.geometry, part.blocks), row_N[:0]
+                return None
         found.add(SnapshotCheck(0, *state.lost(row_N)))
         return state.keys, row_N[state.has_keys(row_N)]
 

@@ -129,13 +129,9 @@ def _compact(
         for chunk in log.chunks:  # Step 3.
             chunks.sync(chunk)
         chunks.sync_names()
-        moved = {number: live_rows(bits[number]) for number in numbers}
-        first, begin = {}, 0  # {number of an old chunk: number of its first row in the log}
-        for number in numbers:
-            first[number], begin = begin, begin + len(moved[number])
         for record in records:
-            if record.geometry == geometry and any(part.number in moved for part in record.parts):
-                new = _moved(files, record, moved, first, log)
+            if record.geometry == geometry and any(part.number in bits for part in record.parts):
+                new = _moved(files, record, bits, log)
                 files.write(new)  # Step 4.
                 own = (record.info.bytes - chunk_bytes_of([record]), new.info.bytes - chunk_bytes_of([new]))
                 result.bytes_freed += own[0] - own[1]
@@ -151,32 +147,32 @@ def _bytes_max(geometry: Geometry, rows: int) -> int:
     return int(rows * geometry.disk_bytes_per_row) + gaps
 
 
-def _moved(
-    files: SnapshotFiles, record: SnapshotRecord, moved: dict[int, np.ndarray], first: dict[int, int], log: "_Log"
-) -> SnapshotRecord:
+def _moved(files: SnapshotFiles, record: SnapshotRecord, bits: dict[int, np.ndarray], log: "_Log") -> SnapshotRecord:
     """Return the record of a snapshot with the new places of the rows that have moved.
 
     Args:
-        moved, first: {number of an old chunk: its moved rows} and {number of an old chunk: its first row in the log}.
+        bits: {number of an old chunk: bits of its rows that have moved}. The log has their rows in this order.
     """
-    parts, place = [], []
-    for part in record.parts:
-        bit_N = files.read_bits(record, part)
-        if part.number not in moved:
-            parts.append(replace(part, bit_N=bit_N))
-            continue
-        rows = live_rows(bit_N)
-        place.append(first[part.number] + np.searchsorted(moved[part.number], rows))
-    place_N = np.sort(np.concatenate(place))
+    of_part = {part.number: part for part in record.parts}
+    parts = [replace(part, bit_N=files.read_bits(record, part)) for part in record.parts if part.number not in bits]
+    # A byte for each row of the log: whether the snapshot has the row.
+    own_N, begin = np.zeros(sum(log.rows), np.bool_), 0
+    for number, moved_N in bits.items():
+        is_moved_N = np.unpackbits(moved_N, bitorder="little").view(np.bool_)
+        end = begin + int(np.count_nonzero(is_moved_N))
+        if number in of_part:
+            is_own_N = np.unpackbits(files.read_bits(record, of_part[number]), bitorder="little").view(np.bool_)
+            n = is_moved_N[: len(is_own_N)]
+            own_N[begin : begin + int(np.count_nonzero(n))] = is_own_N[n]
+        begin = end
     begin = 0
-    for chunk, rows_of_chunk in zip(log.chunks, log.rows, strict=True):
-        own = place_N[(place_N >= begin) & (place_N < begin + rows_of_chunk)] - begin
-        begin += rows_of_chunk
-        if len(own):
-            bit = np.zeros(-(-chunk.blocks * record.geometry.rows_per_block // 64) * 64, bool)
-            bit[own] = True
-            bit_N = np.packbits(bit, bitorder="little")
-            parts.append(ChunkPart(chunk.number, chunk.blocks, chunk.keys_bytes, chunk.keys_sum, len(own), bit_N=bit_N))
+    for chunk, rows in zip(log.chunks, log.rows, strict=True):
+        is_live_N = np.zeros(-(-chunk.blocks * record.geometry.rows_per_block // 64) * 64, np.bool_)
+        is_live_N[:rows] = own_N[begin : begin + rows]
+        begin += rows
+        if live := int(np.count_nonzero(is_live_N)):
+            bit_N = np.packbits(is_live_N, bitorder="little")
+            parts.append(ChunkPart(chunk.number, chunk.blocks, chunk.keys_bytes, chunk.keys_sum, live, bit_N=bit_N))
     arrays = {name: replace(array, data=files.read_array(record, name)) for name, array in record.arrays.items()}
     new = replace(record, parts=parts, info=replace(record.info), arrays=arrays)
     new.info.bytes = chunk_bytes_of([new])

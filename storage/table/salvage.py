@@ -27,7 +27,7 @@ from oneemb.storage.new_files import new_file
 from oneemb.storage.table.check import SnapshotCheck, check_table, longest_parts
 from oneemb.storage.table.chunk_damage import ChunkState, examine_chunk, is_damage
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkEnd, chunk_paths, key_record
-from oneemb.storage.table.chunk_scan import live_rows
+from oneemb.storage.table.chunk_scan import ChunkKeys, live_rows
 from oneemb.storage.table.delta import GONE
 from oneemb.storage.table.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, pack_header
 from oneemb.storage.table.recovery import lost_text, needed_bytes
@@ -118,7 +118,11 @@ class _Salvage:
             )  # fmt: skip
             self._states[number] = state
             ends = {one.blocks for record in records for one in record.parts if one.number == number}
-            self._copy(state) if state.intact else self._rewrite(state, sorted(ends))
+            if state.intact:
+                self._copy(state)
+                state.keys = ChunkKeys.empty(geometry, 0)  # Keys are needed where rows are lost only.
+            else:
+                self._rewrite(state, sorted(ends))
         with doing("sync the directory", f"{self._to}/chunks"):
             self._fs.sync_directory(f"{self._to}/chunks")
         for record in sorted(records, key=lambda record: record.info.sequence):

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from oneemb.kernels.row_blocks import bits_clear, bits_set
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, FormatVersionError, StorageError
 from oneemb.storage.fs import FileSystem, doing, read_file
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.table.chunk_damage import keys_of_runs, sound_runs_of
 from oneemb.storage.table.chunk_files import chunk_numbers, chunk_paths
+from oneemb.storage.table.chunk_scan import live_rows
 from oneemb.storage.table.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, read_header
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.snapshot_file import SnapshotFiles
@@ -45,35 +47,46 @@ def unlisted_rows(
     geometry = _geometry(fs, path, numbers) if newest is None else newest.geometry
     meta = (_damaged_meta(fs, f"{path}/snapshots") or other_meta) if newest is None else newest.info.meta
     parts: list[ChunkPart] = []
-    begins: list[int] = []
     index, begin = HashIndex(Threads(1)), 0
+    # A row's number in all chunks is `begin` of its chunk and its number there; only the last row of a key is live.
+    live_N, count_1 = np.empty(0, np.uint8), np.zeros(1, np.int64)
     for number in numbers:
         runs = sound_runs_of(fs, f"{path}/chunks", number, geometry, problem)
         if not runs:
             continue
         part = ChunkPart(number, runs[-1].first + runs[-1].blocks, runs[-1].end, runs[-1].sum, 0)
         keys, runs = keys_of_runs(fs, f"{path}/chunks", geometry, part, runs)
+        end = begin + -(-part.blocks * geometry.rows_per_block // 64) * 64
+        live_N = _with_room(live_N, end // 8)
         for run in runs:
-            first = run.first * geometry.rows_per_block
-            row_N = np.arange(first, first + run.rows)
-            index.put(*keys.of(row_N), begin + row_N)
+            row_N = np.arange(run.rows) + run.first * geometry.rows_per_block
+            old_N = index.put(*keys.of(row_N), begin + row_N)
+            # In this order: if a run has a key twice, its first row is the old row of the second.
+            bits_set(live_N, begin + row_N, end, count_1)
+            bits_clear(live_N, old_N, end, count_1)
         parts.append(part)
-        begins.append(begin)
-        begin += part.blocks * geometry.rows_per_block
-    place_N = np.sort(np.concatenate([np.empty(0, np.int64), *(place_N for _, _, place_N in index.items())]))
-    edge_P1 = np.searchsorted(place_N, [*begins, begin])
-    for p, part in enumerate(parts):
-        row_N = place_N[edge_P1[p] : edge_P1[p + 1]] - begins[p]
-        is_live_N = np.zeros(-(-part.blocks * geometry.rows_per_block // 64) * 64, np.bool_)
-        is_live_N[row_N] = True
-        part.rows, part.bit_N = len(row_N), np.packbits(is_live_N, bitorder="little")
+        begin = end
+    begin = 0
+    for part in parts:
+        end = begin + -(-part.blocks * geometry.rows_per_block // 64) * 8
+        part.bit_N, begin = live_N[begin:end], end
+        part.rows = len(live_rows(part.bit_N))
     meta = {key: value for key, value in meta.items() if key not in ("delta", "snapshot")}
     info = SnapshotInfo(
-        name, len(place_N), 0, geometry.row_width, geometry.physical_block_size, time.time(),
+        name, len(index), 0, geometry.row_width, geometry.physical_block_size, time.time(),
         1 + max((record.info.sequence for record in known), default=0), meta | {"salvaged": {"from_chunks": True}}, 1,
         identity, "oneemb salvage",
     )  # fmt: skip
     return SnapshotRecord(info, geometry, parts, SnapshotFiles(fs, f"{path}/snapshots").path(name))
+
+
+def _with_room(bit_N: np.ndarray, size: int) -> np.ndarray:
+    """These bytes, followed by zeros, `size` or more."""
+    if size <= len(bit_N):
+        return bit_N
+    grown_N = np.zeros(max(size, len(bit_N) * 3 // 2), np.uint8)
+    grown_N[: len(bit_N)] = bit_N
+    return grown_N
 
 
 def _geometry(fs: FileSystem, path: str, numbers: list[int]) -> Geometry:
