@@ -85,10 +85,15 @@ class StoreLock:
     @contextmanager
     def others_allowed(self) -> Iterator[None]:
         """Release the lock while `with ... .others_allowed():` runs, within the outermost block of this lock."""
+        with self.threads_allowed(), signals_deferred.forks_allowed():
+            yield
+
+    @contextmanager
+    def threads_allowed(self) -> Iterator[None]:
+        """Release the lock as `others_allowed` does, but let forks wait."""
         self.lock.release()
         try:
-            with signals_deferred.forks_allowed():
-                yield
+            yield
         finally:
             self.lock.acquire()
 

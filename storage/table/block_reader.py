@@ -1,12 +1,19 @@
 """Reads scattered rows from chunk files: reads the blocks, compares their checksums, and copies the rows out of them. A
 failed read raises an error that names file, block and key.
 
+A table looks the places up under its lock and releases the lock while the disk reads, so that puts and compaction go
+on. Until the read has ended, the files of its chunks stay open and the extents of removed chunks stay taken; a second
+read and a close of the table wait.
+
 One request reads a run of neighbouring blocks, and requests are sorted by place, so that no block is read twice. Shape
 letters: P places of rows, Q requests, B blocks of the table, X rows of an output.
 """
 
 import os
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +22,7 @@ import numpy as np
 from oneemb.kernels.row_blocks import requests_deliver, requests_plan
 from oneemb.kernels.threads import Threads, submit
 from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
+from oneemb.storage.locking.store_lock import StoreLock
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles
 from oneemb.storage.table.chunk_scan import block_damage, reading
 from oneemb.storage.table.geometry import Geometry
@@ -197,17 +205,37 @@ class PreadReader:
 
 
 class RowReader:
-    """Reads rows from the chunk files by their places, with one `BlockReader`."""
+    """Reads rows from the chunk files by their places, with one `BlockReader`, for one thread at a time.
 
-    def __init__(self, blocks: BlockReader, files: ChunkFiles):
-        self._blocks, self._files = blocks, files
+    Args:
+        store_lock: the lock of the table, which is released while the disk reads; None = only one thread uses the rows.
+    """
+
+    def __init__(self, blocks: BlockReader, files: ChunkFiles, store_lock: StoreLock | None = None):
+        self._blocks, self._files, self._store_lock = blocks, files, store_lock
         self._requests = self._bytes = 0
+        self.reading = False
+        """Whether a thread reads without the lock of the table."""
+        self._waiting = self._reader = 0  # Number of threads that wait for their turn, and the last one that had it.
+
+    def wait(self) -> None:
+        """Wait, under the lock of the table, until the reads of other threads have ended. Threads that wait go before
+        one that has just read."""
+        assert self._store_lock is not None
+        lock, me = self._store_lock.lock, threading.get_ident()
+        while self.reading or (self._waiting and self._reader == me):
+            try:
+                self._waiting += 1
+                lock.wait()
+            finally:
+                self._waiting -= 1
 
     def read(
         self, live: LiveRows, table_N: np.ndarray, id_N: np.ndarray, place_N: np.ndarray, to_N: np.ndarray,
         out_XW: np.ndarray,
     ) -> None:  # fmt: skip
         """Copy the row at place_N[n], whose key is (table_N[n], id_N[n]), to out_XW[to_N[n]]. Keys are for error texts.
+        Call `wait` under the same hold of the lock before the places are looked up.
 
         Raises:
             CorruptTableError: the checksum of a block does not match, or a file is missing.
@@ -224,22 +252,23 @@ class RowReader:
             firsts, q_C, chunk_of_q = np.unique(first_Q[begin:], return_index=True, return_inverse=True)
             many = self._files.files_open_max
             end = begin + int(q_C[many]) if len(firsts) > many else len(first_Q)
-            file_C = np.array([self._open(live.chunk_in(extent)) for extent in firsts[:many].tolist()], np.int64)
-            file_Q = file_C[chunk_of_q[: end - begin]]
+            chunk_C, sum_B = [live.chunk_in(extent) for extent in firsts[:many].tolist()], live.sum_B
+            file_Q = np.array([self._open(chunk) for chunk in chunk_C], np.int64)[chunk_of_q[: end - begin]]
             try:
-                self._blocks.read(plan.cut(begin, end), file_Q, offset_Q[begin:end], live.sum_B, out_XW)
+                with live.held(chunk_C), self._others_allowed():
+                    self._blocks.read(plan.cut(begin, end), file_Q, offset_Q[begin:end], sum_B, out_XW)
             except DamagedBlock as damage:
                 place = int(plan.place_P[damage.p])
                 n = int(np.flatnonzero(place_N == place)[0])
                 block = place // geometry.rows_per_block
-                chunk = live.chunk_in(block // geometry.blocks_per_extent)
+                c = int(np.searchsorted(firsts, block // geometry.blocks_per_extent, side="right")) - 1
                 raise block_damage(
-                    chunk.rows_path, geometry, block - live.first_block(chunk), damage.data,
-                    int(live.sum_B[block]), int(table_N[n]), int(id_N[n]),
+                    chunk_C[c].rows_path, geometry, block - int(firsts[c]) * geometry.blocks_per_extent, damage.data,
+                    int(sum_B[block]), int(table_N[n]), int(id_N[n]),
                 ) from None  # fmt: skip
             except OSError as error:
-                q = begin + (error.filename if isinstance(error.filename, int) else 0)
-                at = f"{live.chunk_in(int(first_Q[q])).rows_path} at offset {offset_Q[q]}"
+                q = error.filename if isinstance(error.filename, int) else 0
+                at = f"{chunk_C[chunk_of_q[q]].rows_path} at offset {offset_Q[begin + q]}"
                 raise storage_error(error, "read rows from", at) from error
             begin = end
         self._requests += len(first_Q)
@@ -255,6 +284,20 @@ class RowReader:
 
     def close(self) -> None:
         self._blocks.close()
+
+    @contextmanager
+    def _others_allowed(self) -> Iterator[None]:
+        """Release the lock of the table while the block runs, but let forks, other reads and `close` wait."""
+        if self._store_lock is None:
+            yield
+            return
+        try:
+            self.reading, self._reader = True, threading.get_ident()
+            with self._store_lock.threads_allowed():
+                yield
+        finally:
+            self.reading = False
+            self._store_lock.lock.notify_all()
 
     def _open(self, chunk: ChunkFile) -> int:
         try:

@@ -61,6 +61,8 @@ class ChunkFile:
         self.suspect = False
         self.holds = 0
         self.snapshots = 0
+        self.reading = False
+        """Whether a `get` reads the rows file without the lock of the table: the file stays open."""
         self.rows_out: int | None = None
         self.keys_out: int | None = None
 
@@ -285,7 +287,7 @@ class ChunkFiles:
         file = self.open_rows_files.pop(chunk, None)
         if file is None:
             file = self._fs.open(chunk.rows_path, direct=self._direct)
-            if len(self.open_rows_files) >= self.files_open_max:
+            while len(self.open_rows_files) >= self.files_open_max:
                 self._close(self.open_rows_files.popitem(last=False)[1])
         self.open_rows_files[chunk] = file
         return file
@@ -309,9 +311,12 @@ class ChunkFiles:
     def _close_written(self, chunk: ChunkFile) -> None:
         """Close the descriptors that wrote the chunk."""
         self.unsynced.pop(chunk, None)
-        for file in (chunk.rows_out, chunk.keys_out):
-            if file is not None:
-                self._close(file)
+        if chunk.rows_out is not None and chunk.reading:
+            self.open_rows_files[chunk] = chunk.rows_out
+        elif chunk.rows_out is not None:
+            self._close(chunk.rows_out)
+        if chunk.keys_out is not None:
+            self._close(chunk.keys_out)
         chunk.rows_out = chunk.keys_out = None
 
     def _close(self, file: int) -> None:

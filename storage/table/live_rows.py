@@ -16,7 +16,9 @@ Invariants, between calls:
 - the index has room for every noted key, so `put_pending` allocates no memory for keys.
 """
 
+from collections.abc import Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -30,6 +32,8 @@ from oneemb.storage.table.pending_keys import PendingKeys
 from oneemb.storage.table.snapshot_manifest import ChunkPart
 
 _EXTENTS_MIN = 32
+# In `first_E`: the extent's chunk is gone, but a `get` still reads the checksums of its blocks.
+_READ = -2
 
 
 class LiveRows:
@@ -48,12 +52,13 @@ class LiveRows:
         # The index's growth limits the speed of appends: it may take 30 bytes a key, not 24, to grow less often.
         self.index = HashIndex(threads, expected, growth=2.2)
         self.first_E = np.empty(0, np.int64)
-        """For each extent, the first extent of its chunk; -1 for a free extent."""
+        """For each extent, the first extent of its chunk; -1 for a free extent, `_READ` for one that a `get` reads."""
         self.live_E = np.empty(0, np.int64)
         self.bit_N = np.empty(0, np.uint8)
         self.sum_B = np.empty(0, np.uint32)
         self._chunk: dict[int, ChunkFile] = {}  # by first extent
         self._extents: dict[ChunkFile, slice] = {}
+        self._read: dict[ChunkFile, slice] = {}  # Extents of removed chunks that a `get` still reads.
         self._files = files
         self._pending = PendingKeys(self.index, beside)
 
@@ -119,8 +124,27 @@ class LiveRows:
         assert self.live_of(chunk) == 0
         extents = self._extents.pop(chunk)
         del self._chunk[extents.start]
-        self.first_E[extents] = -1
+        self.first_E[extents] = _READ if chunk.reading else -1
+        if chunk.reading:
+            self._read[chunk] = extents
         self._files.release(chunk)
+
+    @contextmanager
+    def held(self, chunks: list[ChunkFile]) -> Iterator[None]:
+        """Keep the files and the block checksums of these chunks while the block reads them without the lock."""
+        held = []
+        try:
+            for chunk in chunks:
+                self._files.hold(chunk)
+                held.append(chunk)
+                chunk.reading = True
+            yield
+        finally:
+            for chunk in held:
+                chunk.reading = False
+                if chunk in self._read:
+                    self.first_E[self._read.pop(chunk)] = -1
+                self._files.release(chunk)
 
     def reserve(self, table_U: np.ndarray, id_U: np.ndarray) -> bool:
         """Reserve the memory that these keys need in the index. Returns True if the caller may `note` the keys, once;

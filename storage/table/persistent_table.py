@@ -75,7 +75,7 @@ class PersistentTable:
             self._store = SnapshotStore(fs, path, blocks.direct, self.recovery, self._lock)
             self._files = self._store.chunk_files
             self._files.sync_threads = _SYNC_THREADS if background else 1
-            self._rows = RowReader(blocks, self._files)
+            self._rows = RowReader(blocks, self._files, self._store_lock)
             self._io, self._direct = blocks.name, blocks.direct
             self._contents = Contents(
                 fs, self._store, geometry, threads, self._store_lock, max_space_amplification, background, expected_rows
@@ -149,6 +149,7 @@ class PersistentTable:
     ) -> np.ndarray:
         check_tables(table_U)
         with self._store_lock:
+            self._rows.wait()
             self._begin(changes=False)
             place_U = self._contents.live.index.find(table_U, id_U)
             missing_U = place_U < 0
@@ -168,6 +169,7 @@ class PersistentTable:
                             f" child of it was forked: {error}; fork anew, or read a snapshot with SnapshotReader"
                         ) from error
                     raise
+                self._store_lock.check(changes=False)  # Another thread may have broken the table meanwhile.
             self._count["rows_got"] += len(id_U)
             self._count["rows_missing"] += int(missing_U.sum())
             return missing_U
@@ -379,6 +381,7 @@ class PersistentTable:
         if self._store_lock.forked:
             return  # The path belongs to the process that opened it.
         with self._store_lock:
+            self._rows.wait()
             if self._closed:
                 return
             self._closed = True
@@ -417,6 +420,8 @@ class PersistentTable:
             self._contents.compactor.put_pending()
 
     def _get_ready_for_fork(self) -> None:
+        if self._rows.reading:
+            raise RuntimeError("a fork came in the middle of a read")  # A child gets no complete copy.
         if not self._closed:
             self._contents.get_ready_for_fork()
 

@@ -1,20 +1,26 @@
 """Every way of reading brings the same rows, reads no block twice, and tells a damaged or shortened file."""
 
 import os
+import sys
+import threading
+import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.errors import CorruptTableError, StorageError
+from oneemb.storage.errors import CorruptTableError, ForkedProcessError, StorageError
 from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.locking import signals_deferred
 from oneemb.storage.table.aio_reader import AioReader, open_reader
 from oneemb.storage.table.block_reader import PreadReader, plan_reads
 from oneemb.storage.table.geometry import Geometry, make_geometry
 from oneemb.storage.table.persistent_table import PersistentTable
 from tests.support.faulty_fs import FaultyFileSystem
+from tests.support.forks import ended_well, in_child
 from tests.support.inside import chunk_files_of
-from tests.support.table_model import check, got, put_random
+from tests.support.table_model import check, got, put, put_random, random_rows
 
 THREADS = Threads(2)
 
@@ -150,3 +156,158 @@ def test_an_error_of_the_system_names_the_request(tmp_path):
                 reader.read(plan, np.full(40, 999999), np.zeros(40, np.int64), sum_B, out_UW)
             assert raised.value.errno == 9 and 0 <= raised.value.filename < 40
         reader.close()
+
+
+class StoppedGets(LocalFileSystem):
+    """The disk answers reads of a `get` only while `go_on` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.reading, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def read_into(self, file, out, offset):
+        if threading.current_thread().name.startswith(("oneemb-read", "getter")):
+            self.reading.set()
+            assert self.go_on.wait(600)
+        return super().read_into(file, out, offset)
+
+
+@contextmanager
+def get_in_progress(table, fs, rows):
+    """Within the block the disk reads for a `get` of all rows, in another thread. Yields the results of the `get`,
+    which are there after the block."""
+    results = []
+    fs.reading.clear()
+    fs.go_on.clear()
+    thread = threading.Thread(target=lambda: results.append(got(table, rows)), name="getter", daemon=True)
+    thread.start()
+    assert fs.reading.wait(600)
+    try:
+        yield results
+        assert not results
+    finally:
+        fs.go_on.set()
+        thread.join(600)
+
+
+def overwrite(table, rows, rng):
+    """Put new rows for all keys of a table, until no chunk has a row of before."""
+    for _ in range(3):
+        keys = list(rows)
+        table_U, id_U = np.array([t for t, _ in keys], np.int32), np.array([i for _, i in keys])
+        put(table, rows, table_U, id_U, random_rows(rng, len(keys), table.row_width))
+    table.flush()
+
+
+MEANWHILE = {
+    "put": lambda table, rows, rng: overwrite(table, rows, rng),
+    "erase": lambda table, rows, rng: table.erase(*keys_of(rows)),
+    "clear": lambda table, rows, rng: table.clear(),
+    "compact": lambda table, rows, rng: (put_random(table, dict(rows), rng, 700), table.compact()),
+    "load": lambda table, rows, rng: table.load_snapshot("empty"),
+    "save": lambda table, rows, rng: (overwrite(table, rows, rng), table.save_snapshot("t", {})),
+}  # fmt: skip
+
+
+def keys_of(rows):
+    return np.array([t for t, _ in rows], np.int32), np.array([i for _, i in rows])
+
+
+@pytest.mark.parametrize("background, synced", [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("call", MEANWHILE)
+def test_a_get_brings_the_rows_of_its_begin_whatever_other_threads_do_meanwhile(tmp_path, call, background, synced):
+    rng, rows, fs = np.random.default_rng(0), {}, StoppedGets()
+    with open_table(tmp_path, io="pread", fs=fs, background=background) as table:
+        table.save_snapshot("empty", {})
+        put_random(table, rows, rng, 900)
+        table.flush()
+        if synced:  # Files are closed by those who wrote them.
+            table.save_snapshot("s", {})
+            table.delete_snapshot("s")
+        begun, now = dict(rows), dict(rows)
+        with get_in_progress(table, fs, begun) as results:
+            MEANWHILE[call](table, now, rng)
+            overwrite(table, now, rng)  # Extents are used again.
+        assert results == [list(begun.values())]
+        if call != "compact":
+            check(table, now)
+        table.clear()
+        for info in table.snapshots():
+            table.delete_snapshot(info.name)
+        assert os.listdir(tmp_path / "chunks") == []
+
+
+def waits_for_reads(thread):
+    """Whether the thread waits until the read of another thread has ended."""
+    frame = sys._current_frames().get(thread.ident)
+    while frame is not None:
+        if frame.f_code.co_name == "wait" and frame.f_code.co_filename.endswith("block_reader.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def started(call, name):
+    """A thread that runs a call, which waits for the read of another thread."""
+    thread = threading.Thread(target=call, name=name, daemon=True)
+    thread.start()
+    while not waits_for_reads(thread):
+        assert thread.is_alive()
+        time.sleep(0.001)
+    return thread
+
+
+def test_a_close_waits_for_the_disk(tmp_path):
+    rng, rows, fs = np.random.default_rng(0), {}, StoppedGets()
+    table = open_table(tmp_path, io="pread", fs=fs)
+    put_random(table, rows, rng, 900)
+    table.flush()
+    with get_in_progress(table, fs, rows) as results:
+        thread = started(table.close, "closer")
+    thread.join(600)
+    assert results == [list(rows.values())]
+    with pytest.raises(StorageError, match="closed"):
+        got(table, rows)
+
+
+def test_a_thread_that_reads_again_and_again_lets_others_read(tmp_path):
+    rng, rows, fs, order = np.random.default_rng(0), {}, StoppedGets(), []
+
+    def get(times, name):
+        for _ in range(times):
+            table.get(table_U, id_U, np.empty((len(id_U), table.row_width), np.float32))
+            order.append(name)
+
+    with open_table(tmp_path, io="pread", fs=fs) as table:
+        put_random(table, rows, rng, 900)
+        table.flush()
+        table_U, id_U = keys_of(rows)
+        fs.go_on.clear()
+        often = threading.Thread(target=lambda: get(10, "often"), name="getter", daemon=True)
+        often.start()
+        assert fs.reading.wait(600)
+        once = started(lambda: get(1, "once"), "getter, too")
+        fs.go_on.set()
+        often.join(600)
+        once.join(600)
+        assert order.index("once") == 1
+
+
+def test_a_child_of_a_fork_that_did_not_wait_for_a_read_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(signals_deferred, "_FORK_PATIENCE", 0.1)
+    rng, rows, fs = np.random.default_rng(0), {}, StoppedGets()
+    with open_table(tmp_path, io="pread", fs=fs) as table:
+        put_random(table, rows, rng, 900)
+        table.flush()
+        with get_in_progress(table, fs, rows) as results:
+            child = in_child(lambda: "got no complete copy" in error_of(lambda: got(table, rows)))
+            assert ended_well(child) is True
+        assert results == [list(rows.values())]
+
+
+def error_of(call):
+    try:
+        call()
+    except ForkedProcessError as error:
+        return str(error)
