@@ -60,6 +60,7 @@ from oneemb.storage.store_part import no_step, reading, with_store_lock
 from oneemb.storage.tiered_rows import TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
 from oneemb.storage.tiers.stack import StorePlan
+from oneemb.storage.tiers.warm_caches import fill_caches
 
 _MEND = "the embedding's load_snapshot(name) goes on from one, its clear() from none"
 
@@ -123,16 +124,14 @@ class EmbeddingStore:
         self.changes = 0
         """Number of changes of rows: if two readings are equal, no row has changed between them."""
         self.replaced = 0
-        """Number of times that all rows were replaced or removed, or moved to another device: `load`, `clear`,
-        `close`."""
+        """Number of times that all rows were replaced or removed, or moved to another device."""
         self.store_lock = StoreLock(f"the embedding on {bottom.name}", _MEND, rank=0)
         self.step_lock = StepLock()
         """Held by steps, and by calls that read or replace all rows; taken before the store lock."""
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
         """Objects that are called with the keys and weights of rows before a step or `set_rows` changes the rows."""
         self.writing = threading.Lock()
-        """Held by loops that write rows in place, or read rows that another thread may write; taken after the store
-        lock."""
+        """Held by loops that write rows in place, or read rows that others may write; taken after the store lock."""
         self._bottom = bottom
         format = RowFormat(dim, dtype, usage_words=0 if policies is None else USAGE_WORDS)
         self.rows = TieredRows(plan, bottom, format, initial, HostBackend(threads), threads, self.writing, policies)
@@ -140,8 +139,7 @@ class EmbeddingStore:
         self.pins = PinBook(self.rows, placed=policies is not None)
         """Pins of the hot tier and their owners. Use under the store lock only."""
         self.engine: PolicyEngine | None = None
-        """Carries out the policies of the tables; None = no table has a policy, and all rows stay. Use under the store
-        lock only."""
+        """Carries out the policies of the tables; None = all rows stay. Use under the store lock only."""
         if policies is not None:
             self.engine = PolicyEngine(policies, plan.capacity, self.rows, self.pins, threads, self.writing)
         self.policy = StorePolicy(self, self.engine, f"the embedding on {bottom.name}", self.num_tables)
@@ -155,6 +153,8 @@ class EmbeddingStore:
         self.snapshots = StoreSnapshots(self, bottom, self.journal, self.engine, self.policy, self.replicas)
         self._closed = ""
         """Advice in the errors of a closed store; "" = the store is open."""
+        self.looks_first = False
+        """Whether `acquire` must first check that the store is open, and fill its caches after a load."""
 
     # ---- form and place -----------------------------------------------------------------------------------------
 
@@ -237,8 +237,10 @@ class EmbeddingStore:
         """
         with self.store_lock:
             self.store_lock.check(changes=True)
-            if self._closed:
+            if self.looks_first:
                 self.check_open()
+                fill_caches(self.rows.tiers, self.rows.cached)
+                self.looks_first = False
             self.pins.release_abandoned()
             hot, engine = self.rows.hot, self.engine
             begun, new = hot.begun, self.replicas.new_of(keys) if self.replicas else None
@@ -446,7 +448,7 @@ class EmbeddingStore:
     @no_step("close")
     def _close(self) -> None:
         with self.store_lock:
-            self._closed = self._closed or "make it again to go on"
+            self.say_closed(self._closed or "make it again to go on")
             self.replaced += 1
             self.rows.dismantle()
             if not self.store_lock.forked:
@@ -461,7 +463,7 @@ class EmbeddingStore:
 
     def say_closed(self, advice: str) -> None:
         """Set the advice that errors of the closed store give."""
-        self._closed = advice
+        self._closed, self.looks_first = advice, True
 
     @property
     def broken(self) -> bool:

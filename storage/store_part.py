@@ -28,6 +28,7 @@ class Store(Protocol):
     step: int
     changes: int
     replaced: int
+    looks_first: bool
 
     @property
     def built(self) -> bool:

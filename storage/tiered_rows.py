@@ -34,6 +34,7 @@ from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.snapshot_rows import PartOf, SnapshotRows
 from oneemb.storage.table.delta import rows_of
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
+from oneemb.storage.tiers.cached_rows import CachedRows
 from oneemb.storage.tiers.hot_rows import HotRows, Tier
 from oneemb.storage.tiers.stack import NewRows, StorePlan, make_tiers, with_room
 
@@ -87,6 +88,8 @@ class TieredRows:
         self.loaded_in_place = False
         """Whether the load before has taken rows where they lie, rather than copies of them."""
         self.bottom_store: RowStore | None = None
+        self.cached: dict[str, CachedRows] = {}
+        """{name of a cache: rows that it held when the loaded snapshot was saved}, until `fill_caches`."""
 
     # ---- tiers ------------------------------------------------------------------------------------------------------
 
@@ -249,6 +252,7 @@ class TieredRows:
     def clear(self) -> None:
         """Forget every row; snapshots stay."""
         self.generation += 1
+        self.cached = {}
         if self.built:
             self.hot.clear()
 

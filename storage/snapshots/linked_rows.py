@@ -13,6 +13,7 @@ from oneemb.storage.policies.admission import joined_arrays
 from oneemb.storage.table.delta import GONE, gone_keys
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.snapshot_reader import Keep, SnapshotReader
+from oneemb.storage.tiers.cached_rows import joined_rows
 
 _Narrow = Callable[[Keep], Keep]
 
@@ -88,7 +89,9 @@ class LinkedRows:
         """Arrays of the last snapshot, {name: array}, without the array of keys that are gone: joined from all parts
         and restricted to the keys that are kept."""
         parts = [{name: reader.array(name) for name in reader.arrays if name != GONE} for reader in self._links[-1]]
-        return parts[0] if self._keep is None else joined_arrays(parts, self._keep)
+        if self._keep is None:
+            return parts[0]
+        return joined_arrays(parts, self._keep) | joined_rows(parts, self._keep, self.info.name)
 
     def close(self) -> None:
         """Close the files."""

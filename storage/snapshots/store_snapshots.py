@@ -6,6 +6,8 @@ A snapshot holds all rows as they are at the call, the number of steps taken, an
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from oneemb.storage.bottom import EXPORTED, Bottom
 from oneemb.storage.errors import OtherSnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError
 from oneemb.storage.locking.store_lock import changing
@@ -21,6 +23,7 @@ from oneemb.storage.table.delta import GONE
 from oneemb.storage.table.snapshot_file import check_snapshot_name
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiered_rows import NewPart
+from oneemb.storage.tiers.warm_caches import cached_arrays, load_lists
 
 
 class StoreSnapshots(StorePart):
@@ -73,13 +76,16 @@ class StoreSnapshots(StorePart):
         check_snapshot_name(name)
         if not name.startswith(EXPORTED):
             self._policy.evict_before_save()
-        uses, arrays = (None, None) if engine is None else (engine.to_meta(), engine.to_arrays())
+        uses, arrays = (None, {}) if engine is None else (engine.to_meta(), engine.to_arrays())
+        if not name.startswith(EXPORTED) and store.plan.caches and store.built:
+            self.rows.hot.flush()  # It moves rows between caches.
+            arrays |= cached_arrays(self.rows.tiers, self.rows.cached)
         loaded = rows = len(self.rows) - (0 if without is None else len(without[1]))
         places = None
         if since is not None:
             places, gone, delta = journal.delta(since, rows, keep_evicted)
             loaded = delta.rows
-            uses, arrays = {**(uses or {}), **delta.to_meta()}, {**(arrays or {}), GONE: gone}
+            uses, arrays = {**(uses or {}), **delta.to_meta()}, {**arrays, GONE: gone}
         info = self.rows.save(
             name, meta, store.step, overwrite=overwrite, part=part, without=without, more=uses, arrays=arrays,
             since=places,
@@ -172,9 +178,12 @@ class StoreSnapshots(StorePart):
         rows, clock = SnapshotRows.of_meta(info.meta, info.name), UsageClock.of_meta(info.meta, info.name)
         usage_of = None
         self._check_policy(info)
+        arrays = dict[str, np.ndarray]()
+        if engine is not None or store.plan.caches:
+            arrays = self._bottom.arrays(info.name) if owned is None else owned.arrays()
+        cached = load_lists(store.plan, arrays, info.name)
         if engine is not None:
             usage_of = engine.usage.first_usage
-            arrays = self._bottom.arrays(info.name) if owned is None else owned.arrays()
             admission = engine.loaded_admission(arrays, info.name)
         with self.store_lock:
             broken = store.mend()
@@ -183,6 +192,7 @@ class StoreSnapshots(StorePart):
                 store.replaced += 1
                 store.step, same = self.rows.load(info, weights_only, owned, usage_of)
                 with changing:
+                    self.rows.cached, store.looks_first = cached, True
                     self._journal.clear()
                     self._replicas.clear()
                     if engine is not None:

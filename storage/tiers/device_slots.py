@@ -88,6 +88,7 @@ class DeviceSlots(MemoryTier):
     _table_S: torch.Tensor
     _id_S: torch.Tensor
     _dirty_S: torch.Tensor
+    _score_dtype = np.int64
     _index: DeviceIndex
     _backend: CudaBackend
     _gpu: Gpu
@@ -124,6 +125,17 @@ class DeviceSlots(MemoryTier):
             raise AssertionError("the device found tables or offsets to be wrong, and the host does not")
         self._grow_old(len(slot_U) - missed)
         return slot_U, keys.cut(len(slot_U)), missed
+
+    @property
+    def _now(self) -> float:
+        return self._tick if self.policy == "lru" else self.use_score
+
+    @_now.setter
+    def _now(self, score: float) -> None:
+        if self.policy == "lru":
+            self._tick = int(score)
+        else:
+            self.use_score = score
 
     def _next_tick(self) -> int:
         """The number by which `acquire_loop` scores a use that is made now."""

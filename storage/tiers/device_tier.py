@@ -277,6 +277,8 @@ class DeviceTier(DeviceSlots):
     flush = up_to_date(MemoryTier.flush)
     reload = up_to_date(MemoryTier.reload)
     clear = up_to_date(MemoryTier.clear)
+    cached = up_to_date(MemoryTier.cached)
+    warm = up_to_date(MemoryTier.warm)
 
     @up_to_date
     def _write_down(self) -> None:
@@ -324,6 +326,9 @@ class DeviceTier(DeviceSlots):
         self._order.after_releases()
         used = slice(0, self._free.used)
         return self._keys_of(torch.nonzero(self._dirty_S[used] & (self._table_S[used] >= 0)).reshape(-1))
+
+    def _all_keys(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._index.items()
 
     def _scan(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         with self._order(self._arrays):

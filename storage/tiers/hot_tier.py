@@ -93,11 +93,9 @@ class HotTier(MemoryTier):
         self._threads = threads
         self._writing = threading.Lock() if writing is None else writing
         self._index = HashIndex(threads)
-        self.victims = VictimClock(self._index, self.slots, threads)
-        """Chooses the rows that a cache evicts."""
-        # A resident tier evicts nothing and counts pins for its statistics only: it keeps a list of pins and adds them
-        # up when the statistics are read. Most pins are released before that, with the same array with which they were
-        # made, and are then taken off the list.
+        self.victims: VictimClock = VictimClock(self._index, self.slots, threads)
+        # A resident tier counts pins for its statistics only, so it adds a list of pins up when they are read. Most
+        # pins are released before that, with the array with which they were made, and are then taken off the list.
         self._noted_pins: list[tuple[np.ndarray, int]] = []
         self._pinned_X = share_counts(threads)  # pinned slots, as counted by each share of the loops over pins
         self._pin_lock = threading.Lock()  # a slot may be pinned for one batch while another unpins it
@@ -262,8 +260,7 @@ class HotTier(MemoryTier):
             return int(self._pinned_X.sum())
 
     def check_slots(self) -> list[str]:
-        _, _, slot_N = self._keys_of(np.ones(len(self.row_SW), np.bool_))
-        return self._free.problems(self.name, slot_N, self._free.returned_N, self._temporary)
+        return self._free.problems(self.name, self._all_keys()[2], self._free.returned_N, self._temporary)
 
     def only_read(self) -> None:
         # A child of fork must not write rows to the store below; and it needs a new lock, since the thread that holds
@@ -305,6 +302,9 @@ class HotTier(MemoryTier):
 
     def _dirty_keys(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return self._keys_of(self._dirty_S[: self._free.used])
+
+    def _all_keys(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self._keys_of(np.ones(len(self.row_SW), np.bool_))
 
     def _scan(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         for table_N, id_N, slot_N in self._index.items(batch):

@@ -13,6 +13,7 @@ A tier is of one of two kinds:
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,11 @@ from oneemb.storage.errors import StorageError
 from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.store_lock import changing
 from oneemb.storage.row_store import RowStore
+from oneemb.storage.tiers.cached_rows import CachedRows
 from oneemb.storage.tiers.free_slots import FreeSlots
 from oneemb.storage.tiers.hot_rows import InitRows, RowsReadAhead
 from oneemb.storage.tiers.limits import Counters, Limits
+from oneemb.storage.tiers.victims import VictimClock, tie_numbers
 
 # Half-life of a use's score: number of uses of rows, as a multiple of the slots. In bench_cache_policy.py caches miss
 # least at 8 to 32, with Zipf's law and with real clicks. The faster popularity drifts, the lower the best value is.
@@ -32,6 +35,9 @@ HALF_LIFE = 8
 
 BATCH = 65536
 """Number of rows that are moved at a time."""
+
+# Bytes of rows that are read at a time to fill a cache.
+_WARM_BYTES = 64 << 20
 
 KeysAndSlots = tuple[Any, Any, Any]
 """(tables, ids, slots) of rows, arrays on the tier's device."""
@@ -53,6 +59,11 @@ class MemoryTier(ABC):
     """
 
     slots: int
+    score_S: Any
+    use_score: float
+    victims: VictimClock | None = None
+    """Chooses the rows that a cache evicts; None = the tier chooses them itself."""
+    _score_dtype: Any = np.float64
     _limits: Limits
     _index: Any
     _dirty_S: Any
@@ -124,6 +135,10 @@ class MemoryTier(ABC):
     @abstractmethod
     def _dirty_keys(self) -> KeysAndSlots:
         """Keys and slots of the dirty rows."""
+
+    @abstractmethod
+    def _all_keys(self) -> KeysAndSlots:
+        """Keys and slots of all rows of this tier, in the order in which dirty rows are written."""
 
     @abstractmethod
     def _scan(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -259,6 +274,74 @@ class MemoryTier(ABC):
             raise
         finally:
             self._rows = len(self._index) if self._resident else None
+
+    @property
+    def _now(self) -> float:
+        """Score of a use now."""
+        return self.use_score
+
+    @_now.setter
+    def _now(self, score: float) -> None:
+        self.use_score = score
+
+    @property
+    def is_cache(self) -> bool:
+        """Whether the tier holds some rows of the store below."""
+        return not self._resident
+
+    def cached(self) -> CachedRows:
+        """Keys and scores of the rows of this cache."""
+        table_N, id_N, slot_N = self._all_keys()
+        score_N = self._host(self.score_S[slot_N]).astype(np.float64)
+        score_N = self._now - score_N if self.policy == "lru" else score_N / self._now
+        shard = 0 if self.victims is None else self.victims.shard
+        return CachedRows(self.policy, shard, self._host(table_N), self._host(id_N), score_N.astype(np.float32))
+
+    def warm(self, rows: CachedRows) -> None:
+        """Bring rows that a cache held earlier into this cache, with their scores: those that are used most, as far as
+        there are free slots. Keys without a row are ignored. Rows that are here stay."""
+        rows = rows.hottest(len(self._index) + self._free.left(self.slots))
+        if self.victims is not None:
+            self.victims.shard = rows.shard
+        now = self._now
+        if rows.policy != self.policy:  # Scores of the other policy say little; the rows count as used now.
+            rows = rows._replace(policy=self.policy, score_N=np.full_like(rows.score_N, float(self.policy == "lfu")))
+        elif self.policy == "lru":
+            now += float(rows.score_N.max(initial=0))
+        step = max(1, _WARM_BYTES // (4 * self.row_width))
+        for begin in range(0, len(rows.id_N), step):
+            signals_deferred.raise_interrupt()  # The rows that are here are complete.
+            part = rows.of(slice(begin, begin + step))
+            self._bring_back(part.table_N, part.id_N)
+            slot_N = self._host(self._index.find(self._put(part.table_N), self._put(part.id_N)))
+            here = np.flatnonzero(slot_N >= 0)
+            score_N = part.score_N[here].astype(np.float64)
+            score_N = now - score_N if self.policy == "lru" else score_N * now
+            self.score_S[self._put(slot_N[here])] = self._put(score_N.astype(self._score_dtype))
+            self._now = now
+
+    def _bring_back(self, table_N: np.ndarray, id_N: np.ndarray) -> None:
+        """Read rows that are not here from the store below, as far as there are free slots."""
+        assert self._below is not None
+        slot_N = self._host(self._index.find(self._put(table_N), self._put(id_N)))
+        away = np.flatnonzero(slot_N < 0)
+        # A damaged list may have a key twice, which must not get two slots.
+        away = away[np.unique(tie_numbers(table_N[away], id_N[away]), return_index=True)[1]]
+        away = np.sort(away)[: self._free.left(self.slots)]
+        if len(away):
+            row_MW = np.empty((len(away), self.row_width), np.float32)
+            found = np.flatnonzero(~self._below.get(table_N[away], id_N[away], row_MW))
+            if len(found):
+                self._take(table_N[away[found]], id_N[away[found]], row_MW, found, dirty=False)
+
+    @contextmanager
+    def keeping_no_reads(self) -> Iterator[None]:
+        """Block in which this cache keeps no row that is read through it."""
+        keeps, self._keeps_reads = self._keeps_reads, False
+        try:
+            yield
+        finally:
+            self._keeps_reads = keeps
 
     def clear(self) -> None:
         if self._below is not None:

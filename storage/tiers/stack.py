@@ -74,6 +74,12 @@ class StorePlan:
     expected_rows: int = 0
 
     @property
+    def caches(self) -> list[str]:
+        """Names of the tiers that hold some rows of the store below."""
+        on_host = self.remote is None and self.host_bytes not in (None, 0)
+        return ["device"] * (self.cache_bytes is not None) + ["host"] * on_host
+
+    @property
     def copies_rows(self) -> bool:
         """Whether a tier above the store at the bottom holds all rows too."""
         return self.cache_bytes is None or self.host_bytes is None or self.remote is not None

@@ -10,7 +10,8 @@ Rows that a batch uses which a loop has read ahead (coming_uses.py) are evicted 
 latest next use first.
 
 Invariants:
-- the choice depends on the index, scores, pins, known uses and earlier rounds, never on the number of threads;
+- the choice depends on the keys, scores, pins, known uses and earlier rounds, never on the slots of the rows or on the
+  number of threads;
 - a round looks at no more rows than the larger of `_LOOKED` * needed slots and `_ROUND_ROWS`, plus one shard.
 
 S slots, N rows of a round, V rows to evict.
@@ -34,6 +35,9 @@ _ROUND_ROWS = 1 << 15
 # score.
 _AWAITED = np.uint64(0xFFFFFFFFFFFFFFFF)
 
+# Odd factors that spread the bits of ids and tables.
+_OF_ID, _OF_TABLE = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
+
 
 class Victims(NamedTuple):
     """Tables int32, ids int64 and slots int64, each [V], of rows to evict, ordered by shard."""
@@ -48,7 +52,8 @@ class VictimClock:
 
     def __init__(self, index: HashIndex, slots: int, threads: Threads):
         self._index, self._slots, self._threads = index, slots, threads
-        self._shard = 0  # where the next round begins
+        self.shard = 0
+        """First shard of the next round."""
         self._coming: ComingUses | None = None  # None = no batch was ever added
         self._next_use_S = np.empty(0, np.int32)  # number of the next batch that uses each row, NO_USE if none is known
 
@@ -85,11 +90,11 @@ class VictimClock:
         looked = max(_ROUND_ROWS, _LOOKED * need)
         many = min(SHARDS, math.ceil(SHARDS * looked / max(self._slots, 1)))
         if many == SHARDS:
-            self._shard = 0
+            self.shard = 0
         for _ in range(SHARDS // many + 2):
-            shards = slice(self._shard, min(self._shard + many, SHARDS))
+            shards = slice(self.shard, min(self.shard + many, SHARDS))
             part = (shards.stop - shards.start) / many
-            self._shard = shards.stop % SHARDS
+            self.shard = shards.stop % SHARDS
             share = self._slots * (shards.stop - shards.start) // (SHARDS * _LOOKED)
             victims = self._least(shards, max(math.ceil(need * part), share), score_S, pin_S)
             if len(victims.slot_V):
@@ -100,7 +105,7 @@ class VictimClock:
 
     def _least(self, shards: slice, count: int, score_S: np.ndarray, pin_S: np.ndarray) -> Victims:
         """The `count` unpinned rows of these shards that are evicted first, or all if there are fewer. Of rows with
-        equal scores, those in lower slots are chosen."""
+        equal scores, those with the least `tie_numbers` are chosen."""
         address_P, cells_P = (array[shards] for array in self._index.shards)
         score_S2 = score_S.view(np.uint32).reshape(-1, 2)  # Scores are 0 or more, so their bits order like the numbers.
         cell_N, score_N = rows_of_shards(address_P, cells_P, score_S2, 0, pin_S, threads=self._threads)
@@ -108,10 +113,16 @@ class VictimClock:
             next_use_N = self._next_use_S[keys_in_cells(cell_N)[2]]
             awaited = np.flatnonzero(next_use_N > self._coming.reached)
             score_N[awaited] = _AWAITED - next_use_N[awaited].astype(np.uint64)
-        chosen = least_of(score_N, count, lambda place_E: keys_in_cells(cell_N[place_E])[2])
+        chosen = least_of(score_N, count, lambda place_E: tie_numbers(*keys_in_cells(cell_N[place_E])[:2]))
         return Victims(*keys_in_cells(cell_N[np.sort(chosen)]))
 
     def restart(self) -> None:
         """Begin at the first shard again. The cache has no rows any more."""
-        self._shard = 0
+        self.shard = 0
         self._next_use_S[:] = NO_USE
+
+
+def tie_numbers(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+    """Numbers that order rows of equal scores, uint64 [N]: neither small nor frequent ids come first."""
+    mixed_N = (id_N.view(np.uint64) + table_N.astype(np.uint64) * _OF_TABLE) * _OF_ID
+    return (mixed_N ^ (mixed_N >> np.uint64(32))) * _OF_ID

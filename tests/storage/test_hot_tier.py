@@ -24,6 +24,7 @@ from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.tiers import hot_tier
 from oneemb.storage.tiers.hot_tier import HotTier
 from oneemb.storage.tiers.remote_tier import RemoteTier
+from oneemb.storage.tiers.victims import tie_numbers
 from tests.support.keys import distinct
 from tests.support.resources import resident_bytes
 from tests.support.row_store_suite import SUITE, DictStore, FailingStore, keys_of
@@ -307,7 +308,7 @@ class PolicyModel:
 
     def __init__(self, slots, policy):
         self.slots, self.policy = slots, policy
-        self.uses, self.slot, self.time = {}, {}, 0.0
+        self.uses, self.time = {}, 0.0
 
     def score(self, key):
         ages = [(self.time - time) / (8 * self.slots) for time in self.uses[key]]
@@ -318,22 +319,21 @@ class PolicyModel:
             self.uses.setdefault(key, []).append(self.time)
         self.time += len(keys)
 
-    def acquire(self, keys, slot_U, pinned):
+    def acquire(self, keys, pinned):
         """Returns the keys that leave."""
         hits = [key for key in keys if key in self.uses]
         misses = [key for key in keys if key not in self.uses]
         short = len(misses) - (self.slots - len(self.uses))
         leaving = []
         if short > 0:
-            least_first = sorted(
-                self.uses.keys() - pinned - set(hits), key=lambda key: (round(self.score(key), 9), self.slot[key])
-            )
+            evictable = list(self.uses.keys() - pinned - set(hits))
+            tie = dict(zip(evictable, tie_numbers(*keys_of(evictable)).tolist(), strict=True))
+            least_first = sorted(evictable, key=lambda key: (round(self.score(key), 9), tie[key]))
             leaving = least_first[: max(short, self.slots // 16)]
             for key in leaving:
-                del self.uses[key], self.slot[key]
+                del self.uses[key]
         self.use(misses)
         self.use(hits)
-        self.slot.update(zip(keys, slot_U.tolist(), strict=True))
         return leaving
 
 
@@ -354,7 +354,7 @@ def test_the_rows_that_leave_are_those_the_policy_says(policy, step, monkeypatch
         keys = zipf_keys(rng, int(rng.integers(1, 9)), 300)
         rng.shuffle(keys)
         slot_U = acquire(tier, keys)
-        left += len(model.acquire(keys, slot_U, {key for other, _ in held for key in other}))
+        left += len(model.acquire(keys, {key for other, _ in held for key in other}))
         here = tier.index.find(*keys_of(ids(*range(300)))) >= 0
         assert np.flatnonzero(here).tolist() == sorted(id for _, id in model.uses)
         held.append((keys, slot_U))
@@ -368,7 +368,7 @@ def test_the_model_tells_the_policies_apart():
     for _ in range(100):
         keys = zipf_keys(rng, 8, 300)
         for model in models:
-            model.acquire(keys, np.arange(len(keys)), set())
+            model.acquire(keys, set())
     assert models[0].uses.keys() != models[1].uses.keys()
 
 

@@ -6,7 +6,7 @@ import pytest
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import SHARDS, HashIndex
 from oneemb.storage.tiers.hot_tier import HotTier
-from oneemb.storage.tiers.victims import VictimClock
+from oneemb.storage.tiers.victims import VictimClock, tie_numbers
 from tests.support.keys import distinct
 
 MANY = 200_000
@@ -25,6 +25,8 @@ class Cached:
         self.id_N = self.rng.permutation(10 * slots)[:slots]
         self.slot_N = self.rng.permutation(slots)
         self.index.put(self.table_N, self.id_N, self.slot_N)
+        self.tie_S = np.empty(slots, np.uint64)
+        self.tie_S[self.slot_N] = tie_numbers(self.table_N, self.id_N)
         self.score_S = self.rng.integers(0, 50, slots) * 0.5
         self.pin_S = (self.rng.random(slots) < pinned).astype(np.int32) * 2
         self.clock = VictimClock(self.index, slots, Threads(threads))
@@ -48,7 +50,7 @@ def test_a_round_over_all_shards_takes_the_rows_of_least_score(slots, need):
     free = np.flatnonzero(cached.pin_S == 0)
     count = min(len(free), max(need, slots // 16))
     slot_V = cached.choose(need)
-    least = free[np.lexsort((free, cached.score_S[free]))][:count]
+    least = free[np.lexsort((cached.tie_S[free], cached.score_S[free]))][:count]
     assert sorted(slot_V.tolist()) == sorted(least.tolist())
     assert (np.diff(cached.shards()[slot_V]) >= 0).all(), "victims are shard by shard"
 
@@ -61,7 +63,7 @@ def test_a_round_takes_the_rows_of_least_score_of_the_next_shards():
         end = min(SHARDS, first + -(-SHARDS * (1 << 15) // MANY))
         its = np.flatnonzero(here_S & (cached.pin_S == 0) & (shard_S >= first) & (shard_S < end))
         count = max(-(-1000 * (end - first) // -(-SHARDS * (1 << 15) // MANY)), MANY * (end - first) // (SHARDS * 16))
-        assert sorted(slot_V.tolist()) == sorted(its[np.lexsort((its, cached.score_S[its]))][:count].tolist())
+        assert sorted(slot_V.tolist()) == sorted(its[np.lexsort((cached.tie_S[its], cached.score_S[its]))][:count].tolist())
         here_S[slot_V], first = False, end % SHARDS
 
 
@@ -82,6 +84,19 @@ def test_the_last_rows_that_are_not_pinned_are_found_and_then_none():
     cached.pin_S[[5, 77_000, 199_999]] = 0
     found = {slot for _ in range(3) for slot in cached.choose(3).tolist()}
     assert found == {5, 77_000, 199_999} and len(cached.choose(1)) == 0
+
+
+def test_the_rows_that_leave_do_not_depend_on_their_slots():
+    one, other = Cached(MANY), Cached(MANY)
+    slot_N = other.rng.permutation(MANY)
+    for array in (other.score_S, other.pin_S):
+        array[slot_N] = array[other.slot_N].copy()
+    other.index.put(other.table_N, other.id_N, slot_N)
+    for need in (1, 4000, 20, 12_000, 3):
+        left = [cached.clock.choose(need, cached.score_S, cached.pin_S)[:2] for cached in (one, other)]
+        assert np.array_equal(*(np.sort(table_V * (10 * MANY) + id_V) for table_V, id_V in left))
+        for cached in (one, other):
+            cached.index.erase(*left[0])
 
 
 def test_the_rows_that_leave_do_not_depend_on_the_threads():
