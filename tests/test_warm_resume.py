@@ -8,11 +8,18 @@ import torch
 
 import oneemb
 from oneemb.kernels.host_backend import HostBackend
+from oneemb.kernels.owner import owner_of
+from oneemb.kernels.threads import Threads
+from oneemb.rows.reshard import reshard
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_reader import SnapshotReader
 from oneemb.storage.tiers.cached_rows import CachedRows
+from oneemb.storage.tiers.hot_tier import HotTier
+from oneemb.storage.tiers.warm_caches import fill_caches
+from tests.support.row_store_suite import DictStore, keys_of
 from tests.test_lookahead import zipf_batches
+from tests.test_rank_snapshots import as_dict, fill, ids, make, run
 
 DEVICE = "cached rows of device"
 
@@ -23,9 +30,7 @@ def store_of(kind, path, cache_mb=1):
     if kind == "server":
         return oneemb.make_cached_remote_store_options(f"file://{path}-server", cache_mb, path)
     policy, two = kind.split("-")[0], "two" in kind
-    return oneemb.make_cached_ssd_store_options(
-        cache_mb, path, cache_policy=policy, host_cache_budget_mb=2 * two
-    )
+    return oneemb.make_cached_ssd_store_options(cache_mb, path, cache_policy=policy, host_cache_budget_mb=2 * two)
 
 
 def graph_of(kind, path, cache_mb=1):
@@ -289,3 +294,75 @@ def test_rows_that_cannot_be_read_stay_away_until_a_lookup_needs_them(tmp_path, 
     same(losses, steps(graph, BATCHES[SAVED:])[0])
     assert failing == []
     graph.embedding.close()
+
+
+def test_a_cache_below_another_keeps_no_row_that_is_read_for_the_upper_one():
+    below = DictStore(2)
+    below.put(*keys_of((0, i) for i in range(90)), np.ones((90, 2), np.float32))
+    host = HotTier("host", row_width=2, slots=20, below=below, resident=False, threads=Threads(1))
+    device = HotTier("device", row_width=2, slots=10, below=host, resident=False, threads=Threads(1))
+    lists = {"device": listed(range(50, 60)), "host": listed(range(20))}
+    fill_caches([device, host], dict(lists))
+    for tier in (device, host):
+        held, rows = tier.cached(), lists[tier.name]
+        order = np.argsort(held.id_N)
+        assert held.id_N[order].tolist() == rows.id_N.tolist()
+        assert held.score_N[order] == pytest.approx(rows.score_N)
+
+
+def listed(ids):
+    table_N, id_N = keys_of((0, i) for i in ids)
+    return CachedRows("lfu", 0, table_N, id_N, np.arange(1, len(id_N) + 1, dtype=np.float32))
+
+
+def test_only_the_rows_that_are_used_most_are_read_into_a_smaller_cache():
+    below = DictStore(2)
+    below.put(*keys_of((0, i) for i in range(90)), np.ones((90, 2), np.float32))
+    tier = HotTier("device", row_width=2, slots=10, below=below, resident=False, threads=Threads(1))
+    tier.warm(listed(range(40)))
+    assert sorted(tier.cached().id_N.tolist()) == list(range(30, 40)) and tier.stats()["evicted"] == 0
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def save_lists(ranks, path):
+    embedding = make(ranks, path, options="ssd")
+    fill(embedding, 1)
+    embedding.save_snapshot("s")
+    [rows] = [one.cached() for one in embedding.store.rows.tiers]
+    embedding.close()
+    return list(zip(rows.table_N.tolist(), rows.id_N.tolist(), rows.score_N.tolist(), strict=True))
+
+
+def load_lists(ranks, path):
+    embedding = make(ranks, path, options="ssd")
+    embedding.load_snapshot("s")
+    rows = embedding.store.rows.cached["device"]
+    rank, size = embedding.ranks.rank, embedding.ranks.size
+    assert (owner_of(rows.table_N, rows.id_N, size) == rank).all()
+    held = set(zip(rows.table_N.tolist(), rows.id_N.tolist(), strict=True))
+    if held:
+        keys = HostBackend(embedding.store.threads).distinct_keys(rows.table_N[:1], rows.id_N[:1])
+        embedding.store.release(embedding.store.acquire(keys)[0])
+    assert embedding.store.rows.cached == {} or not held
+    assert embedding.stats()["device"]["rows"] == len(held)
+    found = as_dict(rows.table_N, rows.id_N, rows.score_N[:, None])
+    embedding.close()
+    return [(*key, score) for key, (score,) in found.items()]
+
+
+@pytest.mark.parametrize("saved, loaded", [(0, 3), (1, 2), (3, 3), (3, 2), (2, 5), (4, 0)])
+def test_any_number_of_ranks_loads_the_lists_of_any_other(saved, loaded, tmp_path, monkeypatch):
+    kept = run(saved, save_lists, tmp_path, patch=monkeypatch)
+    found = run(loaded, load_lists, tmp_path, patch=monkeypatch)
+    assert sorted(sum(kept, [])) == sorted(sum(found, [])) and len(sum(kept, [])) == len(ids(40)) * 2
+
+
+def test_a_resharded_snapshot_has_the_lists(tmp_path, monkeypatch):
+    kept = run(3, save_lists, tmp_path / "job", patch=monkeypatch)
+    reshard(str(tmp_path / "job"), "s", str(tmp_path / "one"), ranks=1)
+    rows = CachedRows.of_array(arrays_of(tmp_path / "one", "s")[DEVICE], "s")
+    assert sorted(zip(rows.table_N.tolist(), rows.id_N.tolist(), rows.score_N.tolist(), strict=True)) == sorted(
+        sum(kept, [])
+    )

@@ -13,6 +13,7 @@ from oneemb.storage.errors import StoreFullError
 from oneemb.storage.tiers import device_memory, device_slots
 from oneemb.storage.tiers.device_tier import DeviceTier
 from oneemb.storage.tiers.hot_tier import HotTier
+from oneemb.storage.tiers.warm_caches import fill_caches
 from tests.support.row_store_suite import SUITE, DictStore, FailingStore, keys_of
 from tests.support.table_model import check, put_random
 
@@ -293,3 +294,65 @@ def test_a_tier_whose_index_has_lost_a_key_says_so_at_the_next_lookup(tier, gpu)
     model.tier._index.inserted_2[1] = 1
     with pytest.raises(AssertionError, match="rows were lost"):
         model.tier.acquire(keys)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_a_cache_that_is_warmed_holds_the_rows_that_it_held_and_evicts_the_same_first(tier, gpu, policy):
+    rng, below = np.random.default_rng(2), DictStore(W)
+    table_N, id_N = keys_of((0, i) for i in range(90))
+    below.put(table_N, id_N, np.stack([row_of(0, i) for i in range(90)]))
+    models = [Model(tier(below, 40, policy=policy), gpu)]
+    batches = [[(0, int(i)) for i in np.unique(rng.zipf(1.3, 12) % 90)] for _ in range(60)]
+    for keys in batches[:40]:
+        models[0].release(keys, models[0].acquire(keys))
+    rows = models[0].tier.cached()
+    assert len(rows.id_N) > 30 and (rows.score_N >= 0).all()
+    models.append(Model(tier(below, 40, policy=policy), gpu))
+    models[1].tier.warm(rows)
+    models[1].tier.warm(rows)  # brings in nothing more
+    again = models[1].tier.cached()
+    assert dict(zip(again.id_N.tolist(), again.score_N.tolist(), strict=True)) == pytest.approx(
+        dict(zip(rows.id_N.tolist(), rows.score_N.tolist(), strict=True)), rel=0.02, abs=0.02
+    )
+    stats = models[1].tier.stats()
+    assert stats["misses"] == stats["pinned"] == stats["dirty"] == 0
+    for keys in batches[40:]:
+        for model in models:
+            slot_U = model.acquire(keys)
+            assert (model.tier.row_SW[slot_U, :W].cpu().numpy() == [row_of(*key) for key in keys]).all()
+            model.release(keys, slot_U)
+    stats = [model.tier.stats() for model in models]
+    assert stats[1]["misses"] <= 1.2 * stats[0]["misses"]
+    assert models[1].tier.check_slots() == [] and not models[1].begun
+    smaller = tier(below, 10, policy=policy)
+    smaller.warm(rows)
+    order = np.argsort(rows.score_N if policy == "lru" else -rows.score_N, kind="stable")
+    held = smaller.cached()
+    assert len(held.id_N) == 10
+    assert sorted(held.id_N.tolist()) == sorted(rows.hottest(10).id_N.tolist())
+    bound = rows.score_N[order[9]]
+    assert (held.score_N <= bound + 0.02).all() if policy == "lru" else (held.score_N >= bound - 0.02).all()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_a_cache_over_a_cache_is_warmed_as_both_were(tier, gpu, policy):
+    def stack():
+        host_cache = HotTier("host", row_width=W, slots=60, below=below, resident=False, threads=Threads(1),
+                             policy=policy)  # fmt: skip
+        return [tier(host_cache, 20, policy=policy), host_cache]
+
+    rng, below = np.random.default_rng(3), DictStore(W)
+    below.put(*keys_of((0, i) for i in range(90)), np.stack([row_of(0, i) for i in range(90)]))
+    tiers = stack()
+    model = Model(tiers[0], gpu)
+    for _ in range(60):
+        keys = [(0, int(i)) for i in np.unique(rng.zipf(1.3, 12) % 90)]
+        model.release(keys, model.acquire(keys))
+    lists = {one.name: one.cached() for one in tiers}
+    again = stack()
+    fill_caches(again, waiting := dict(lists))
+    assert waiting == {}
+    for one in again:
+        held, was = one.cached(), lists[one.name]
+        assert sorted(held.id_N.tolist()) == sorted(was.id_N.tolist())
+        assert held.score_N[np.argsort(held.id_N)] == pytest.approx(was.score_N[np.argsort(was.id_N)], abs=0.02)

@@ -63,7 +63,9 @@ def test_a_round_takes_the_rows_of_least_score_of_the_next_shards():
         end = min(SHARDS, first + -(-SHARDS * (1 << 15) // MANY))
         its = np.flatnonzero(here_S & (cached.pin_S == 0) & (shard_S >= first) & (shard_S < end))
         count = max(-(-1000 * (end - first) // -(-SHARDS * (1 << 15) // MANY)), MANY * (end - first) // (SHARDS * 16))
-        assert sorted(slot_V.tolist()) == sorted(its[np.lexsort((cached.tie_S[its], cached.score_S[its]))][:count].tolist())
+        assert sorted(slot_V.tolist()) == sorted(
+            its[np.lexsort((cached.tie_S[its], cached.score_S[its]))][:count].tolist()
+        )
         here_S[slot_V], first = False, end % SHARDS
 
 
