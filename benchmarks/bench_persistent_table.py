@@ -9,7 +9,13 @@ and the raw disk in turn, so a slow moment of the machine hurts all of them. Fig
     read                 get a batch; the files were pushed out of the page cache before each round of each system
     read-modify-append   get a batch, add one, put it
     save, load           a snapshot; its raw limit is to write (and sync), and to read, as many bytes as its index has
-                         (keys files and snapshot file) in one run
+                         (keys files and snapshot file) in one run; loads are over loaded rows, files out of the cache
+    load, processor      seconds of all cores for a million rows
+    index                bytes of memory a key, at rest and at the peak of a load over loaded rows
+    put                  20,000 different keys, drawn anew for each put, while compaction makes room: median, 99th
+                         percentile and longest of the puts, alone and with gets of a batch beside them; and of the gets
+
+With `--former`, or a file of earlier results at its default, figures stand beside the former ones.
 
 The raw disk: sequential direct writes of 4 MiB; direct reads of the same block size at the same depth, 128, by the
 same Linux AIO calls without checks and copies: as many different blocks a batch as it has rows, drawn beforehand from
@@ -17,17 +23,21 @@ as many as the table has, one batch after the other.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
-from _machine import interleaved, machine, save_results, table
+from _machine import interleaved, load_results, machine, save_results, table
 
 from oneemb.kernels.aio import AIO_NUMBERS
 from oneemb.kernels.threads import Threads
@@ -39,6 +49,8 @@ from oneemb.storage.table.persistent_table import PersistentTable
 
 WIDTH, BATCH, DEPTH, RUN_BYTES = 64, 8192, 128, 4 << 20
 BATCHES_A_ROUND = 4
+PUT_ROWS = 20_000
+FORMER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results", "persistent_table.json")
 
 
 def main() -> None:
@@ -48,8 +60,13 @@ def main() -> None:
     parser.add_argument("--path", default="bench_persistent_table.tmp", help="a directory on the disk to measure")
     parser.add_argument("--blocks", type=int, nargs="+", default=[512, 4096], choices=[512, 4096])
     parser.add_argument("--peers", nargs="*", default=["rocksdb", "lmdb"], choices=["rocksdb", "lmdb"])
+    parser.add_argument(
+        "--puts", type=int, default=600, help="puts over all rows, alone and again with gets beside them"
+    )
     parser.add_argument("--out", help="file of the results")
+    parser.add_argument("--former", default=FORMER, help="file of earlier results")
     arguments = parser.parse_args()
+    former = read_former(arguments.former)  # Before `--out` takes its place.
     print(json.dumps({"machine": machine(), "rows": arguments.rows, "row_bytes": WIDTH * 4}), flush=True)
     shutil.rmtree(arguments.path, ignore_errors=True)
     os.makedirs(arguments.path)
@@ -60,16 +77,27 @@ def main() -> None:
     finally:
         shutil.rmtree(arguments.path, ignore_errors=True)
     save_results(arguments.out, machine() | {"rows": arguments.rows, "row_bytes": WIDTH * 4}, cases)
-    head = ["block", "case", "oneemb", "raw disk", "of raw", *arguments.peers]
-    print(table(head, [line(case, arguments.peers) for case in cases]))
+    head = ["block", "case", "oneemb", "former", "times as good", "raw disk", "of raw", *arguments.peers]
+    print(table(head, [line(case, former, arguments.peers) for case in cases]))
 
 
-def line(case: dict[str, Any], columns: list[str]) -> list[str]:
-    unit = case["unit"]
+def read_former(path: str) -> dict[tuple[int, str], float]:
+    """{(block, case): figure} of a file of earlier results; empty if there is none."""
+    if not os.path.exists(path):
+        return {}
+    return {(case["block"], case["case"]): case["oneemb"] for case in load_results(path)}
+
+
+def line(case: dict[str, Any], former: dict[tuple[int, str], float], columns: list[str]) -> list[str]:
+    unit, before = case["unit"], former.get((case["block"], case["case"]))
+    than_before = ["-", "-"]
+    if before:
+        times = case["oneemb"] / before if unit.endswith("/s") else before / case["oneemb"]
+        than_before = [f"{before:,.5g} {unit}", f"{times:.2f}"]
     peers = [f"{case['peers'][peer]:,.5g} {unit}" if peer in case["peers"] else "-" for peer in columns]
     raw = f"{case['raw']:,.5g} {unit}" if case["raw"] else "-"
     of_raw = f"{case['of_raw']:.2f}" if case["raw"] else "-"
-    return [str(case["block"]), case["case"], f"{case['oneemb']:,.5g} {unit}", raw, of_raw, *peers]
+    return [str(case["block"]), case["case"], f"{case['oneemb']:,.5g} {unit}", *than_before, raw, of_raw, *peers]
 
 
 def measure(arguments: argparse.Namespace, block: int) -> list[dict[str, Any]]:
@@ -141,25 +169,43 @@ def measure(arguments: argparse.Namespace, block: int) -> list[dict[str, Any]]:
             case("read the same again", "rows/s", rate(interleaved(calls, 3, warm=1)), None)
 
     one = systems["oneemb"]
-    saves, raw_writes, loads, raw_reads = [], [], [], []
+    saves, raw_writes, loads, raw_reads, processor, growths = [], [], [], [], [], []
     for n in range(arguments.rounds):
         one.step(batches()[0], True)
         saves.append(seconds_of(lambda n=n: one.table.save_snapshot(f"s{n}", {})))
         index_bytes = one.index_bytes(f"s{n}")
         raw_writes.append(seconds_of(lambda size=index_bytes: disk.write_synced(size)))
         drop_from_cache(arguments.path)
+        processor_before, resident_before = time.process_time(), one.reset_peak()
         loads.append(seconds_of(lambda n=n: one.table.load_snapshot(f"s{n}")))
+        processor.append(time.process_time() - processor_before)
+        growths.append(one.peak_bytes() - resident_before)
         raw_reads.append(seconds_of(disk.read_written))
         one.table.delete_snapshot(f"s{n}")
     more = {"index_bytes": index_bytes}
     case("save", "s", {"oneemb": statistics.median(saves)}, statistics.median(raw_writes), **more)
     case("load", "s", {"oneemb": statistics.median(loads)}, statistics.median(raw_reads), **more)
+    million_rows = arguments.rows / 1e6
+    case("load, processor", "s/million rows", {"oneemb": statistics.median(processor) / million_rows}, None)
     stats = one.table.stats()
-    per_key = {"oneemb": stats["index_bytes"] / stats["rows"]}
-    case("index, memory a key", "bytes", per_key, None, io=stats["io"], depth=stats["read_depth"])
+    at_rest = stats["index_bytes"] / stats["rows"]
+    case("index", "bytes/key", {"oneemb": at_rest}, None, io=stats["io"], depth=stats["read_depth"])
+    peak = at_rest + statistics.median(growths) / stats["rows"]
+    case("index, peak of a load", "bytes/key", {"oneemb": peak}, None)
+    for beside in (False, True):
+        put_ms, get_ms = one.overwrite(id_N, arguments.puts, beside)
+        for what, spent_ms in (("put beside gets" if beside else "put", put_ms), ("get beside puts", get_ms)):
+            if spent_ms:
+                for name, value in _spread(spent_ms).items():
+                    case(f"{what}, {name}", "ms", {"oneemb": value}, None)
     for system in systems.values():
         system.close()
     return cases
+
+
+def _spread(spent: list[float]) -> dict[str, float]:
+    """Median, 99th percentile and longest."""
+    return {"median": float(np.median(spent)), "p99": float(np.percentile(spent, 99)), "longest": max(spent)}
 
 
 def cold(path: str, calls: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, list[float]]:
@@ -268,6 +314,41 @@ class Oneemb:
         if update:
             self.out_UW += 1
             self.table.put(self.table_U, id_U, self.out_UW)
+
+    def overwrite(self, id_N: np.ndarray, puts: int, gets_beside: bool) -> tuple[list[float], list[float]]:
+        """Milliseconds of each of `puts` puts, and of each get that a thread makes meanwhile."""
+        rng, ended = np.random.default_rng(2), threading.Event()
+        # Drawn beforehand: a draw in one thread would make the other wait.
+        puts_U = [np.unique(rng.choice(id_N, PUT_ROWS)) for _ in range(puts)]
+        gets_U = itertools.cycle([rng.choice(id_N, BATCH, replace=False) for _ in range(20 * gets_beside)])
+        table_U, row_UW = np.zeros(PUT_ROWS, np.int32), np.ones((PUT_ROWS, WIDTH), np.float32)
+
+        def get() -> list[float]:
+            ms = []
+            while gets_beside and not ended.is_set():
+                ms.append(1e3 * seconds_of(partial(self.step, next(gets_U), False)))
+            return ms
+
+        with ThreadPoolExecutor(1) as beside:
+            get_ms = beside.submit(get)
+            try:
+                put_ms = [
+                    1e3 * seconds_of(partial(self.table.put, table_U[: len(id_U)], id_U, row_UW[: len(id_U)]))
+                    for id_U in puts_U
+                ]
+            finally:
+                ended.set()
+        return put_ms, get_ms.result()
+
+    def reset_peak(self) -> int:
+        """Let the peak of this process's memory begin anew. Returns the bytes that are resident now."""
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+        return self.peak_bytes()
+
+    def peak_bytes(self) -> int:
+        with open("/proc/self/status") as file:
+            return 1024 * next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
 
     def put_pending(self) -> None:
         self.table.flush()
