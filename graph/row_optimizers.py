@@ -14,7 +14,7 @@ Invariant: an optimizer class is found by its own name, never by a base class, s
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -283,6 +283,8 @@ class KnownOptimizer:
         fbgemm: values of FBGEMM's EmbOptimType for this optimizer; the last one is the usual value.
         fbgemm_options: options of FBGEMM's optimizer, by their names in the class.
         torchrec: name of the class in torchrec.optim for FBGEMM's optimizer.
+        names: {library: its names of the parts of the state}, `state` first and `row_state` last. A library that is
+            missing has no such optimizer, or keeps other numbers than the rows.
     """
 
     name: str
@@ -298,6 +300,7 @@ class KnownOptimizer:
     fbgemm: tuple[str, ...] = ()
     fbgemm_options: tuple[str, ...] = ()
     torchrec: str | None = None
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def options(self) -> set[str]:
@@ -318,40 +321,63 @@ def _always(group: Group) -> bool:
 
 _ADAM_OPTIONS = ("lr", "eps", "betas", "weight_decay")
 _ACC = "initial_accumulator_value"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_WIDER = {"momentum": "momentum_buffer", "amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
+"""{option of `KnownOptimizer.wider`: torch's name of its state}."""
 
 OPTIMIZERS = {
     "torch.optim.SGD": KnownOptimizer(
         "sgd", update_sgd, wider=("momentum",),
         counts_steps=lambda group: bool(group.get("momentum")) and bool(group.get("dampening")),
-        fbgemm=("sgd", "exact_sgd"), fbgemm_options=("lr",), torchrec="SGD",
+        fbgemm=("sgd", "exact_sgd"), fbgemm_options=("lr",), torchrec="SGD", names={"torch": ()},
     ),
     "torch.optim.Adagrad": KnownOptimizer(
         "adagrad", update_adagrad, (_ACC,), counts_steps=lambda group: bool(group.get("lr_decay")),
         fbgemm=("adagrad", "exact_adagrad"), fbgemm_options=("lr", "eps", _ACC), torchrec="Adagrad",
+        names={
+            "torch": ("sum",), "torchrec": ("momentum1",), "tfra": ("accumulator",), "hugectr": ("AdaGrad.accm",)
+        },
     ),
     # Since torch 2.7, AdamW is Adam with decoupled_weight_decay; earlier versions have no such option.
     "torch.optim.Adam": KnownOptimizer(
         "adam", update_adam, (0.0, 0.0), wider=("amsgrad",), absent={"decoupled_weight_decay": False},
         renamed={"decoupled_weight_decay": "adamw"}, counts_steps=_always,
+        names={
+            "torch": _MOMENTS, "torchrec": ("momentum1", "exp_avg_sq"), "tfra": ("m", "v"),
+            "hugectr": ("Adam.m", "Adam.v"),
+        },
     ),
     "torch.optim.AdamW": KnownOptimizer(  # FBGEMM's Adam decays weights apart from gradients.
         "adam", update_adam, (0.0, 0.0), wider=("amsgrad",), absent={"decoupled_weight_decay": True},
         renamed={"decoupled_weight_decay": "adamw"}, counts_steps=_always,
         fbgemm=("adam",), fbgemm_options=_ADAM_OPTIONS, torchrec="Adam",
     ),
-    "torch.optim.SparseAdam": KnownOptimizer("sparse_adam", update_sparse_adam, (0.0, 0.0), counts_steps=_always),
+    "torch.optim.SparseAdam": KnownOptimizer(
+        "sparse_adam", update_sparse_adam, (0.0, 0.0), counts_steps=_always, names={"torch": _MOMENTS}
+    ),
     # torch keeps a product over all steps so far. Rows compute it anew, which is right only with unchanged options.
     "torch.optim.NAdam": KnownOptimizer(
-        "nadam", update_nadam, (0.0, 0.0), fixed=("betas", "momentum_decay"), counts_steps=_always
+        "nadam", update_nadam, (0.0, 0.0), fixed=("betas", "momentum_decay"), counts_steps=_always,
+        names={"torch": _MOMENTS},
     ),
-    "torch.optim.RAdam": KnownOptimizer("radam", update_radam, (0.0, 0.0), counts_steps=_always),
-    "torch.optim.Adamax": KnownOptimizer("adamax", update_adamax, (0.0, 0.0), counts_steps=_always),
-    "torch.optim.Adadelta": KnownOptimizer("adadelta", update_adadelta, (0.0, 0.0)),
+    "torch.optim.RAdam": KnownOptimizer(
+        "radam", update_radam, (0.0, 0.0), counts_steps=_always, names={"torch": _MOMENTS}
+    ),
+    "torch.optim.Adamax": KnownOptimizer(
+        "adamax", update_adamax, (0.0, 0.0), counts_steps=_always, names={"torch": ("exp_avg", "exp_inf")}
+    ),
+    "torch.optim.Adadelta": KnownOptimizer(
+        "adadelta", update_adadelta, (0.0, 0.0), names={"torch": ("square_avg", "acc_delta")}
+    ),
     # Momentum may be turned off, since its state is the last. Turning off `centered` would move the momentum state.
     "torch.optim.RMSprop": KnownOptimizer(
-        "rmsprop", update_rmsprop, (0.0,), wider=("centered", "momentum"), fixed=("centered",)
+        "rmsprop", update_rmsprop, (0.0,), wider=("centered", "momentum"), fixed=("centered",),
+        names={"torch": ("square_avg",), "tfra": ("rms",)},
     ),
-    "oneemb.optim.Ftrl": KnownOptimizer("ftrl", update_ftrl, (_ACC, 0.0), check=_check_ftrl),
+    "oneemb.optim.Ftrl": KnownOptimizer(
+        "ftrl", update_ftrl, (_ACC, 0.0), check=_check_ftrl,
+        names={"torch": ("n", "z"), "tfra": ("accumulator", "linear"), "hugectr": ("Ftrl.n", "Ftrl.z")},
+    ),
     "oneemb.optim.Lamb": KnownOptimizer(
         "lamb", update_lamb, (0.0, 0.0), counts_steps=_always,
         fbgemm=("lamb",), fbgemm_options=_ADAM_OPTIONS, torchrec="LAMB",
@@ -364,17 +390,46 @@ OPTIMIZERS = {
     "oneemb.optim.PartialRowWiseAdam": KnownOptimizer(
         "partial_row_wise_adam", update_partial_row_wise_adam, (0.0,), (0.0,), counts_steps=_always,
         fbgemm=("partial_row_wise_adam",), fbgemm_options=_ADAM_OPTIONS, torchrec="PartialRowWiseAdam",
+        names={"torch": ("m", "v"), "torchrec": ("momentum1", "exp_avg_sq")},
     ),
     "oneemb.optim.RowWiseAdagrad": KnownOptimizer(
         "row_wise_adagrad", update_row_wise_adagrad, (), (_ACC,),
         fbgemm=("row_wise_adagrad", "exact_row_wise_adagrad"), fbgemm_options=("lr", "eps", "weight_decay", _ACC),
         torchrec="RowWiseAdagrad",
+        names={"torch": ("acc",), "torchrec": ("momentum1",)},
     ),
     "oneemb.optim.SmartDecayAdam": KnownOptimizer(
         "smart_decay_adam", update_smart_decay_adam, (0.0, 0.0), (0.0,), counts_steps=_always
     ),
 }  # fmt: skip
 """{full name of a class: its properties}."""
+
+
+class StateNames(NamedTuple):
+    """Names that another library gives to the parts of the state of one row optimizer."""
+
+    weight_state: tuple[str, ...]
+    """Parts that every weight has."""
+    row_state: tuple[str, ...]
+    """Parts that a row has once."""
+
+
+def states_in(library: str) -> dict[str, StateNames]:
+    """{name of a row optimizer: names of the parts of its state} for all whose state means the same in a library:
+    "torch", "torchrec", "tfra" or "hugectr"."""
+    found: dict[str, StateNames] = {}
+    for known in OPTIMIZERS.values():
+        if library not in known.names:
+            continue
+        names, of_weights = known.names[library], len(known.state)
+        wider: list[tuple[str, ...]] = [()]
+        for option in known.wider if library == "torch" else ():
+            wider += [(*options, option) for options in wider]
+        for name in (known.name, *known.renamed.values()):
+            for options in sorted(wider, key=lambda options: [known.wider.index(option) for option in options]):
+                parts = (*names[:of_weights], *(_WIDER[option] for option in options))
+                found.setdefault("_".join([name, *options]), StateNames(parts, names[of_weights:]))
+    return found
 
 
 def _supported() -> str:
