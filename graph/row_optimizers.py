@@ -429,6 +429,8 @@ def states_in(library: str) -> dict[str, StateNames]:
             for options in sorted(wider, key=lambda options: [known.wider.index(option) for option in options]):
                 parts = (*names[:of_weights], *(_WIDER[option] for option in options))
                 found.setdefault("_".join([name, *options]), StateNames(parts, names[of_weights:]))
+    if SAME_STATE[0] in found:
+        found = {**dict.fromkeys(SAME_STATE, found[SAME_STATE[0]]), **found}
     return found
 
 

@@ -42,6 +42,7 @@ _MODULES = {
     "rows.reader": ("changed_ids", "make_persistent_table_reader"),
     "rows.writer": ("make_persistent_table_writer",),
     "rows.export_rows": ("export_rows",),
+    "rows.foreign": ("ForeignReport", "export_foreign", "import_foreign"),
     "rows.import_rows": ("import_rows",),
     "training.compiled_graph": ("EvalGraph", "GraphConfig"),
     "checkpoints.folders": ("release",),

@@ -42,6 +42,11 @@ from oneemb.planning.planned_embedding import (
     unique_share as unique_share,
 )
 from oneemb.rows.export_rows import export_rows as export_rows
+from oneemb.rows.foreign import (
+    ForeignReport as ForeignReport,
+    export_foreign as export_foreign,
+    import_foreign as import_foreign,
+)
 from oneemb.rows.import_rows import import_rows as import_rows
 from oneemb.rows.reader import changed_ids as changed_ids, make_persistent_table_reader as make_persistent_table_reader
 from oneemb.rows.writer import make_persistent_table_writer as make_persistent_table_writer

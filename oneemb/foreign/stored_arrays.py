@@ -149,3 +149,25 @@ class PickedRows:
 def masked(crc: int) -> int:
     """The checksum as TensorFlow stores it: rotated and shifted, so that bytes with checksums in them differ."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def rows_of_sizes(keys: str, key_bytes: int, values: str, value_bytes: int, dim: int | None) -> tuple[str, int, int]:
+    """Dtype of keys, number of rows and number of weights of a row, from the sizes of a file of keys and a file of
+    float32 values. Without `dim`, keys are int64.
+
+    Raises:
+        CorruptTableError: no number of rows fits both sizes.
+    """
+    for key_dtype, size in (("int64", 8), ("int32", 4)):
+        if key_bytes == value_bytes == 0:
+            return key_dtype, 0, dim or 1
+        rows, rest = divmod(key_bytes, size)
+        if rows and not rest and (value_bytes == 4 * rows * dim if dim else not value_bytes % (4 * rows)):
+            if (width := value_bytes // (4 * rows)) > 0:
+                return key_dtype, rows, width
+    wanted = f"rows of {dim} float32 values" if dim else "rows of float32 values"
+    raise CorruptTableError(
+        f"{keys} must have an int64 or int32 for each row of {values}, which has {wanted}, got {key_bytes} and"
+        f" {value_bytes} bytes: {values} should end at offset {(key_bytes // 8) * 4 * (dim or 0)} for int64; restore"
+        " the files from a copy, or give the right dim=..."
+    )

@@ -185,9 +185,7 @@ def _tensor(path: str, data_path: str, name: str, fields: _Fields, shards: int) 
                 f"{path}: tensor {name!r} must have {values} values of {dtype}, {values * item} bytes, in one of"
                 f" {shards} files, got {size} bytes in file {shard}; restore the checkpoint from a copy"
             )
-    part = FilePart(
-        f"{data_path}-{shard:05d}-of-{shards:05d}", offset, shape[0] if shape else 1, _number(fields, 6, 0)
-    )
+    part = FilePart(f"{data_path}-{shard:05d}-of-{shards:05d}", offset, shape[0] if shape else 1, _number(fields, 6, 0))
     return BundleTensor("string" if number == _STRING else dtype, tuple(shape), part)
 
 

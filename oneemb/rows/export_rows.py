@@ -14,7 +14,7 @@ import numpy as np
 
 from oneemb.embeddings.embedding import TableEmbedding
 from oneemb.rows.arguments import Paths, as_embedding, check_batches
-from oneemb.rows.files import SUFFIXES, Progress, RowFileWriter, RowsOfFile, suffix_of, whole_batches
+from oneemb.rows.files import SUFFIXES, Progress, RowFileWriter, RowsOfFile, RowTarget, suffix_of, whole_batches
 from oneemb.rows.files_numpy import NpyWriter, NpzWriter
 from oneemb.rows.files_parquet import ParquetWriter
 from oneemb.rows.files_safetensors import SafetensorsWriter
@@ -79,8 +79,6 @@ def export_rows(
         array([[1., 2.]], dtype=float32)
     """
     check_batches(batch_size, progress, with_state=with_state, overwrite=overwrite)
-    if table is not None and (isinstance(table, bool) or not isinstance(table, int | np.integer)):
-        raise TypeError(f"table must be the number of a table, or None for all, got {type(table).__name__} {table!r}")
     for argument, value in (("source", source), ("target", target)):
         each = value if isinstance(value, list | tuple) else [value]
         if not all(isinstance(one, str | bytes | os.PathLike) for one in each) and (
@@ -92,13 +90,36 @@ def export_rows(
                 " export_rows(embedding, path)"
             )
     paths = _target_paths(target, table, with_state)
+    files = RowTarget(paths[0], lambda: check_targets(paths, overwrite), lambda rows: _open_target(paths, rows))
+    return write_rows(
+        source, files, snapshot=snapshot, table=table, with_state=with_state, batch_size=batch_size, progress=progress
+    )
+
+
+def write_rows(
+    source: TableEmbedding | Paths,
+    target: RowTarget,
+    *,
+    snapshot: str | None,
+    table: int | None,
+    with_state: bool,
+    batch_size: int,
+    progress: Progress | None,
+) -> int:
+    """Write rows as `export_rows` does, to files of any format; the other arguments are those of `export_rows`."""
+    if table is not None and (isinstance(table, bool) or not isinstance(table, int | np.integer)):
+        raise TypeError(f"table must be the number of a table, or None for all, got {type(table).__name__} {table!r}")
     embedding = as_embedding(source)
     if embedding is None or embedding.ranks.alone:
-        _check_targets(paths, overwrite)
+        target.check()
+
+    def export(folders: Paths, name: str) -> int:
+        return _export(folders, name, target, table, with_state, batch_size, progress)
+
     if embedding is None:
         if snapshot is None:
             raise ValueError("snapshot must be given if the source is a folder; give snapshot=..., the name to export")
-        return _export(cast(Paths, source), snapshot, paths, table, with_state, batch_size, progress)
+        return export(cast(Paths, source), snapshot)
     if snapshot is not None:
         raise ValueError("snapshot is only for the folder of a table, but the source is an embedding; leave it out")
     if table is not None and not 0 <= table < embedding.num_tables:
@@ -109,25 +130,26 @@ def export_rows(
     if not embedding.ranks.alone:
         first = embedding.ranks.first
 
-        def export(folders: list[str], name: str) -> int:
-            return _export(folders, name, paths, table, with_state, batch_size, progress) if first else 0
+        def export_first(folders: list[str], name: str) -> int:
+            return export(folders, name) if first else 0
 
-        def check() -> None:
+        def check_first() -> None:
             if first:
-                _check_targets(paths, overwrite)
+                target.check()
 
-        return embedding.rank_snapshots.export(name, check, export)
+        return embedding.rank_snapshots.export(name, check_first, export_first)
     try:
         try:
             store.snapshots.save(name, {})
-            return _export(store.plan.persistent_path, name, paths, table, with_state, batch_size, progress)
+            return export(store.plan.persistent_path, name)
         finally:
             _delete_if_there(store, name)
     finally:
         _delete_if_there(store, name)  # Ctrl-C may have prevented or ended the first call.
 
 
-def _check_targets(paths: list[str], overwrite: bool) -> None:
+def check_targets(paths: list[str], overwrite: bool) -> None:
+    """Raise an error if files cannot be made, or would replace others without `overwrite`."""
     for path in paths:
         if os.path.exists(path) and not overwrite:
             raise FileExistsError(f"{path} exists; give overwrite=True to replace it, or give another name")
@@ -144,8 +166,8 @@ def _delete_if_there(store: EmbeddingStore, name: str) -> None:
 
 
 def _export(
-    folders: Paths, snapshot: str, paths: list[str], table: int | None, with_state: bool, batch_size: int,
-    progress: Progress | None,
+    folders: Paths, snapshot: str, target: RowTarget, table: int | None,
+    with_state: bool, batch_size: int, progress: Progress | None,
 ) -> int:  # fmt: skip
     with make_persistent_table_reader(folders, snapshot, "int64", "float32", batch_size=batch_size) as reader:
         rows = reader.rows
@@ -153,7 +175,7 @@ def _export(
             rows = SnapshotRows(replace(rows.format, optimizer=None, state=()), 0)
         with_state = rows.format.state_width > 0
         rows = replace(rows, format=replace(rows.format, usage_words=0))  # Usage metadata is not exported.
-        writer = _open_target(paths, rows)
+        writer = target.open(rows)
         try:
             # An empty batch first, so that a file without rows has columns, too.
             writer.write(_batch(reader, np.empty(0, np.int32), np.empty(0, np.int64), None, table, with_state))
@@ -176,7 +198,7 @@ def _export(
                 raise ValueError(f"snapshot {snapshot!r} has no rows of table {table}; it has {present}")
             writer.finish()
         except OSError as error:
-            raise storage_error(error, "write", error.filename or paths[0]) from error
+            raise storage_error(error, "write", error.filename or target.where) from error
         finally:
             writer.abandon()
     return written

@@ -91,6 +91,13 @@ class RowFile(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class RowSource:
+    """Source of rows that is opened when an import begins, on each rank."""
+
+    open: Callable[[], RowFile]
+
+
 class RowFileWriter(Protocol):
     """Writer of a file of rows."""
 
@@ -101,6 +108,21 @@ class RowFileWriter(Protocol):
 
     def abandon(self) -> None:
         """Remove the unfinished file. Does nothing after `finish`."""
+
+
+@dataclass(frozen=True)
+class RowTarget:
+    """Files of any format to which rows are written.
+
+    Args:
+        where: path of the first file, for errors.
+        check: raises an error if the files cannot be written; called before anything is read.
+        open: writer for rows of this format.
+    """
+
+    where: str
+    check: Callable[[], None]
+    open: Callable[[SnapshotRows], RowFileWriter]
 
 
 @contextmanager
@@ -281,16 +303,27 @@ class ColumnWriter:
 
     def write(self, batch: RowsOfFile) -> None:
         for name, array in batch.columns().items():
-            if name not in self._file:
-                self._file[name] = tempfile.TemporaryFile(prefix=".oneemb-", dir=self._folder)
-                self.dtype[name], self.shape[name] = array.dtype, (0, *array.shape[1:])
-            self._file[name].write(np.ascontiguousarray(array).view(np.uint8).data)
-            self.shape[name] = (self.shape[name][0] + len(array), *self.shape[name][1:])
+            self.append(name, array)
+
+    def append(self, name: str, array: np.ndarray) -> None:
+        """Add rows to the column `name`."""
+        if name not in self._file:
+            self._file[name] = tempfile.TemporaryFile(prefix=".oneemb-", dir=self._folder)
+            self.dtype[name], self.shape[name] = array.dtype, (0, *array.shape[1:])
+        self._file[name].write(np.ascontiguousarray(array).view(np.uint8).data)
+        self.shape[name] = (self.shape[name][0] + len(array), *self.shape[name][1:])
 
     def copy(self, name: str, out: IO[bytes]) -> None:
         """Write the whole column `name` to `out`."""
         self._file[name].seek(0)
         shutil.copyfileobj(self._file[name], out, _COPY_BYTES)
+
+    def mapped(self, name: str) -> np.ndarray:
+        """The whole column `name`, mapped into memory."""
+        self._file[name].flush()
+        if 0 in self.shape[name]:
+            return np.empty(self.shape[name], self.dtype[name])
+        return np.memmap(self._file[name], self.dtype[name], "r", shape=self.shape[name])
 
     def abandon(self) -> None:
         """Remove the temporary files. May be called again."""

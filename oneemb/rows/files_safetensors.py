@@ -8,7 +8,9 @@ Reference: Hugging Face, the safetensors format.
 
 import json
 import struct
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -82,22 +84,37 @@ class SafetensorsWriter(ColumnWriter):
         super().write(batch)
 
     def finish(self) -> None:
-        # Wide dtypes first, so that each tensor begins at a multiple of its item size.
-        names = sorted(self.shape, key=lambda name: -self.dtype[name].itemsize)
-        header: dict[str, Any] = {"__metadata__": {NOTE: write_note(self._rows)}}
-        offset = 0
-        for name in names:
-            size = int(np.prod(self.shape[name])) * self.dtype[name].itemsize
-            header[name] = {
-                "dtype": _NAMES[self.dtype[name].name],
-                "shape": list(self.shape[name]),
-                "data_offsets": [offset, offset + size],
-            }
-            offset += size
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
+        columns = {
+            name: NewTensor(self.dtype[name].name, self.shape[name], partial(self.copy, name)) for name in self.shape
+        }
         with new_files(self._path) as (file,):
-            file.write(struct.pack("<Q", len(text)) + text)
-            for name in names:
-                self.copy(name, file)
+            write_safetensors(file, columns, {NOTE: write_note(self._rows)})
         self.abandon()
+
+
+class NewTensor(NamedTuple):
+    """Tensor to write to a file."""
+
+    dtype: str
+    """NumPy's name; "uint16" = the bits of bfloat16."""
+    shape: tuple[int, ...]
+    write: Callable[[IO[bytes]], None]
+    """Writes the values to the file."""
+
+
+def write_safetensors(file: IO[bytes], tensors: Mapping[str, NewTensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file."""
+    # Wide dtypes first, so that each tensor begins at a multiple of its item size.
+    names = sorted(tensors, key=lambda name: -np.dtype(tensors[name].dtype).itemsize)
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name in names:
+        dtype, shape, _ = tensors[name]
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name in names:
+        tensors[name].write(file)

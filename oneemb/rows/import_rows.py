@@ -18,7 +18,17 @@ from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.owner import owner_of
 from oneemb.kernels.unique_keys import unique_keys
 from oneemb.rows.arguments import AnyDtype, Paths, as_embedding, as_list, check_batches, name_of
-from oneemb.rows.files import SUFFIXES, Columns, Progress, RowFile, RowsOfFile, checked_batch, suffix_of, whole_batches
+from oneemb.rows.files import (
+    SUFFIXES,
+    Columns,
+    Progress,
+    RowFile,
+    RowsOfFile,
+    RowSource,
+    checked_batch,
+    suffix_of,
+    whole_batches,
+)
 from oneemb.rows.files_numpy import NpzRows, array_rows, npy_rows
 from oneemb.rows.files_parquet import ParquetRows
 from oneemb.rows.files_safetensors import SafetensorsRows
@@ -39,7 +49,7 @@ if TYPE_CHECKING:
     from oneemb.embeddings.embedding import TableEmbedding
 
 _Arrays: TypeAlias = "Sequence[np.ndarray | torch.Tensor]"
-Source: TypeAlias = "AnyPath | Sequence[AnyPath] | PersistentTableReader | _Arrays | Iterable[_Arrays]"
+Source: TypeAlias = "AnyPath | Sequence[AnyPath] | PersistentTableReader | RowSource | _Arrays | Iterable[_Arrays]"
 
 
 def import_rows(
@@ -203,6 +213,8 @@ def _refuse_names(source: Source, **are_left_out: bool) -> None:
 def _open_source(source: Source, columns: Columns, with_state: bool) -> RowFile:
     if isinstance(source, PersistentTableReader):
         return _ReaderRows(source, with_state)
+    if isinstance(source, RowSource):
+        return source.open()
     if isinstance(source, str | bytes | os.PathLike):
         path = absolute_path(source)
         if os.path.isdir(path):
