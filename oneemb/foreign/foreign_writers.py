@@ -3,13 +3,15 @@
 Invariant: files get their names together, when all of them are complete; a writer that is abandoned leaves no new file.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import IO
 
 import numpy as np
 
-from oneemb.foreign.hugectr_files import KEYS, VALUES
+from oneemb.foreign.hugectr_files import HUGECTR_FILES, KEYS, VALUES
+from oneemb.foreign.tfra_files import OF_FILE
 from oneemb.foreign.torch_tables import NO_ID
 from oneemb.graph.row_optimizers import StateNames, states_in
 from oneemb.rows.files import ColumnWriter, RowsOfFile
@@ -85,9 +87,20 @@ class RawWriter:
         keys: files of the ids, int64 [n]; each gets all ids.
         values: file of the weights, float32 [n, D].
         state: {name of a part of the optimizer state: file}.
+        others: files of the table that are there.
+
+    Raises:
+        ValueError: one of `others` would stay.
     """
 
-    def __init__(self, keys: Sequence[str], values: str, state: Mapping[str, str], parts: StateParts):
+    def __init__(
+        self, keys: Sequence[str], values: str, state: Mapping[str, str], parts: StateParts, others: Sequence[str]
+    ):
+        if stale := [path for path in others if path not in {*keys, values, *state.values()}]:
+            raise ValueError(
+                f"{stale[0]} must not lie beside new rows, since it belongs to other rows; remove it, or choose another"
+                " folder"
+            )
         self._keys, self._values, self._state, self._parts = keys, values, state, parts
         self._files = _RawFiles([*keys, values, *state.values()])
 
@@ -109,9 +122,13 @@ def tfra_writer(folder: str, name: str, slots: str, row_format: RowFormat) -> Ra
     """Writer of a table and its slots for TFRA's `Variable.load_from_file_system`, as one shard of one process."""
     parts = StateParts("tfra", row_format)
     of_slot = {slot: f"{slots}/{slot}" for slot in parts.width}
+    known = {slot for names in states_in("tfra").values() for slot in names.weight_state}
+    tables = {one.replace("/", "_") for one in (name, *(f"{slots}/{slot}" for slot in known))}
+    there = [(one, match[1]) for one in os.listdir(folder) if (match := OF_FILE.fullmatch(one))]
     return RawWriter(
         [tfra_path(folder, one, "keys") for one in (name, *of_slot.values())], tfra_path(folder, name, "values"),
         {slot: tfra_path(folder, one, "values") for slot, one in of_slot.items()}, parts,
+        sorted(f"{folder}/{one}" for one, table in there if table in tables),
     )  # fmt: skip
 
 
@@ -123,7 +140,9 @@ def tfra_path(folder: str, name: str, kind: str) -> str:
 def hugectr_writer(folder: str, row_format: RowFormat) -> RawWriter:
     """Writer of a sparse model for HugeCTR and HPS."""
     parts = StateParts("hugectr", row_format)
-    return RawWriter([f"{folder}/{KEYS}"], f"{folder}/{VALUES}", {one: f"{folder}/{one}" for one in parts.width}, parts)
+    there = [f"{folder}/{one}" for one in sorted(os.listdir(folder)) if one in HUGECTR_FILES]
+    of_part = {one: f"{folder}/{one}" for one in parts.width}
+    return RawWriter([f"{folder}/{KEYS}"], f"{folder}/{VALUES}", of_part, parts, there)
 
 
 class StateDictWriter:
@@ -165,10 +184,14 @@ class StateDictWriter:
         row_N, size = np.arange(len(id_N)), len(id_N) if self._size is None else self._size
         more: dict[str, np.ndarray] = {}
         if "mapping" in self._names:
-            if len(id_N) >= size or NO_ID in id_N:
+            if NO_ID in id_N:
+                raise ValueError(
+                    f"ids must be below {NO_ID}, by which TorchRec means no id, got it; erase its row first"
+                )
+            if len(id_N) >= size:
                 raise ValueError(
                     f"num_embeddings must be above {len(id_N)}, the number of ids, since TorchRec keeps the last row"
-                    f" for all other ids, and no id may be {NO_ID}; got {size}"
+                    f" for all other ids, got {size}"
                 )
             order = np.argsort(id_N)
             more[self._names["ids"]] = np.concatenate([id_N[order], np.full(size - len(id_N), NO_ID)])

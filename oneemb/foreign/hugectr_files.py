@@ -20,11 +20,15 @@ from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError
 from oneemb.storage.fs import FileSystem, doing
 
 KEYS, VALUES = "key", "emb_vector"
+SLOTS = "slot_id"
 _OTHER_STATE = ("MomentumSGD.momtentum", "Nesterov.accm")
 """Files of state with the learning rate multiplied in, which rows of oneemb do not have."""
+STATE_FILES = sorted({part for known in states_in("hugectr").values() for part in known.weight_state})
+HUGECTR_FILES = {KEYS, VALUES, SLOTS, *STATE_FILES, *_OTHER_STATE}
+"""Names of the files of a table."""
 
 
-def find_hugectr(fs: FileSystem, folder: str, *, dim: int | None) -> ForeignTable:
+def find_hugectr(fs: FileSystem, folder: str, *, dim: int | None, key_dtype: str) -> ForeignTable:
     """Table in a folder of a sparse model. `dim`: number of weights of a row, if known.
 
     Raises:
@@ -39,15 +43,13 @@ def find_hugectr(fs: FileSystem, folder: str, *, dim: int | None) -> ForeignTabl
                 " the folder whose name ends in _sparse_<step>.model"
             )
         keys, values = f"{folder}/{KEYS}", f"{folder}/{VALUES}"
-        key_dtype, rows, width = rows_of_sizes(keys, fs.size(keys), values, fs.size(values), dim)
-        key_dtype = "uint32" if key_dtype == "int32" else key_dtype
+        rows, width = rows_of_sizes(keys, fs.size(keys), key_dtype, values, fs.size(values), dim)
         found = ForeignTable(
             f"the table in {folder}", "hugectr",
             FileArray(fs, [FilePart(keys, 0, rows)], key_dtype, None),
             FileArray(fs, [FilePart(values, 0, rows)], "float32", width),
         )  # fmt: skip
-        parts = sorted({part for known in states_in("hugectr").values() for part in known.weight_state})
-        for part in parts:
+        for part in STATE_FILES:
             if part in names:
                 if fs.size(f"{folder}/{part}") != 4 * rows * width:
                     raise CorruptTableError(
@@ -56,10 +58,11 @@ def find_hugectr(fs: FileSystem, folder: str, *, dim: int | None) -> ForeignTabl
                     )
                 array = FileArray(fs, [FilePart(f"{folder}/{part}", 0, rows)], "float32", width)
                 found.state = {**found.state, part: StatePart(array, None)}
-    if "slot_id" in names:
+    if SLOTS in names:
         found.not_carried.append("slot_id: rows have no slots; import the keys of each slot as a table of their own")
-    for name in sorted(names - {KEYS, VALUES, "slot_id", *parts}):
+    for name in sorted(names - {KEYS, VALUES, SLOTS, *STATE_FILES}):
         why = "has the learning rate multiplied in" if name in _OTHER_STATE else "is unknown"
         found.not_carried.append(f"file {name}, which {why}")
-    found.not_carried.append("state in a file _opt_sparse_<step>.model: it has no keys")
+    if not found.state:
+        found.not_carried.append("optimizer state in a file _opt_sparse_<step>.model, if there is one: it has no keys")
     return found

@@ -151,23 +151,25 @@ def masked(crc: int) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def rows_of_sizes(keys: str, key_bytes: int, values: str, value_bytes: int, dim: int | None) -> tuple[str, int, int]:
-    """Dtype of keys, number of rows and number of weights of a row, from the sizes of a file of keys and a file of
-    float32 values. Without `dim`, keys are int64.
+def rows_of_sizes(
+    keys: str, key_bytes: int, key_dtype: str, values: str, value_bytes: int, dim: int | None
+) -> tuple[int, int]:
+    """Number of rows and number of weights of a row, from the sizes of a file of keys and a file of float32 values.
+
+    Args:
+        keys, values: paths of the files.
+        dim: number of weights of a row; None = not known.
 
     Raises:
-        CorruptTableError: no number of rows fits both sizes.
+        CorruptTableError: the sizes do not fit.
     """
-    for key_dtype, size in (("int64", 8), ("int32", 4)):
-        if key_bytes == value_bytes == 0:
-            return key_dtype, 0, dim or 1
-        rows, rest = divmod(key_bytes, size)
-        if rows and not rest and (value_bytes == 4 * rows * dim if dim else not value_bytes % (4 * rows)):
-            if (width := value_bytes // (4 * rows)) > 0:
-                return key_dtype, rows, width
-    wanted = f"rows of {dim} float32 values" if dim else "rows of float32 values"
-    raise CorruptTableError(
-        f"{keys} must have an int64 or int32 for each row of {values}, which has {wanted}, got {key_bytes} and"
-        f" {value_bytes} bytes: {values} should end at offset {(key_bytes // 8) * 4 * (dim or 0)} for int64; restore"
-        " the files from a copy, or give the right dim=..."
-    )
+    size = np.dtype(key_dtype).itemsize
+    rows = key_bytes // size
+    width = dim if dim is not None else max(1, value_bytes // (4 * rows)) if rows else 1
+    if key_bytes % size or value_bytes != 4 * rows * width:
+        raise CorruptTableError(
+            f"{keys} and {values} must have a key of {key_dtype} and {width if dim else 'equally many'} float32 values"
+            f" for each row, and end at offsets {key_bytes} and {value_bytes}; restore the files from a copy, or give"
+            " the right embedding_dim=... and key_type=..."
+        )
+    return rows, width

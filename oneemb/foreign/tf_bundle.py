@@ -59,7 +59,8 @@ def read_bundle(fs: FileSystem, prefix: str) -> dict[str, BundleTensor]:
             f" index, {_MAGIC:#x}; the file is cut short or of another kind, restore it from a copy"
         )
     footer = _Bytes(path, data, len(data) - _FOOTER_BYTES, len(data) - 8)
-    footer.varint(), footer.varint()  # the meta block
+    for _ in _entries(path, data, footer.varint(), footer.varint()):
+        pass  # The meta block says nothing, but a wrong checksum says that the file is damaged.
     tensors: dict[str, BundleTensor] = {}
     shards = 0
     for _, handle in _entries(path, data, footer.varint(), footer.varint()):

@@ -9,13 +9,14 @@ an object-based checkpoint, in a checkpoint of `tf.compat.v1.train.Saver`, and o
 
 In the last two, "/" in the name of a variable is "_"; in the first it is ".S", and "." is "..". The optimizer's slot of
 a table is a table of its own, <name>/<op>/<slot> or <name>/<slot>, with keys in an order of its own; the statuses of
-restrict policies are <name>/frequency and <name>/timestamp. The files do not say D nor the dtype of keys: both follow
-from the sizes of the files and one of the two numbers.
+restrict policies are <name>/frequency and <name>/timestamp. The files do not say the dtype of keys, nor D, which
+follows from their sizes.
 """
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from oneemb.foreign.foreign_rows import ForeignTable, StatePart
@@ -43,7 +44,13 @@ class _Shard(NamedTuple):
     dim: int
 
 
-def find_tfra(fs: FileSystem, path: str, name: str | None, *, dim: int | None, state: str | None) -> ForeignTable:
+_Tables = dict[str, Callable[[], list[_Shard]]]
+"""{name of a table: function that finds its shards}: only the files of tables that are read are looked at."""
+
+
+def find_tfra(
+    fs: FileSystem, path: str, name: str | None, *, dim: int | None, key_dtype: str, state: str | None
+) -> ForeignTable:
     """Table of TFRA in a checkpoint or in a folder of files.
 
     Args:
@@ -51,13 +58,14 @@ def find_tfra(fs: FileSystem, path: str, name: str | None, *, dim: int | None, s
             with files of FileSystemSaver.
         name: name of the variable; None = the only one.
         dim: number of weights of a row, if known.
+        key_dtype: dtype of the keys in files; a checkpoint knows it.
         state: name of the slots without the last part, such as "films/lookup"; None = found by the name of the table.
 
     Raises:
         SnapshotNotFoundError: there is no such checkpoint or table; the message names the tables.
         CorruptTableError: files are missing, damaged, or have lengths that do not fit.
     """
-    tables, tensors = _tables_at(fs, path, dim)
+    tables, tensors = _tables_at(fs, path, dim, key_dtype)
     slots = {slot for names in states_in("tfra").values() for slot in names.weight_state}
     bases = sorted(one for one in tables if not _owner(one, tables, slots | set(STATUSES)))
     wanted = _flat(name) if name is not None else bases[0] if len(bases) == 1 else None
@@ -67,7 +75,7 @@ def find_tfra(fs: FileSystem, path: str, name: str | None, *, dim: int | None, s
             f"{path} must have {asked}, and has {', '.join(map(repr, bases)) or 'no table of TFRA'}; give name=..., the"
             " name of the variable"
         )
-    found = _array_table(fs, path, wanted, tables[wanted])
+    found = _array_table(fs, path, wanted, tables[wanted]())
     others = [one for one in tables if one != wanted and _owner(one, tables, slots | set(STATUSES)) == wanted]
     for slot in sorted(slots):
         own = [one for one in others if one.endswith(f"_{slot}")]
@@ -79,11 +87,11 @@ def find_tfra(fs: FileSystem, path: str, name: str | None, *, dim: int | None, s
                 f" state=..., such as {own[0].removesuffix('_' + slot)!r}"
             )
         for one in own:
-            part = _array_table(fs, path, one, tables[one])
+            part = _array_table(fs, path, one, tables[one]())
             found.state = {**found.state, slot: StatePart(part.values, part.keys)}
     for status in STATUSES:
         if (one := f"{wanted}_{status}") in tables:
-            part = _array_table(fs, path, one, tables[one])
+            part = _array_table(fs, path, one, tables[one]())
             found.scores = StatePart(part.values, part.keys)
     steps = [tensor for one, tensor in tensors.items() if _STEP.fullmatch(one) and tensor.shape == ()]
     if len(steps) == 1:
@@ -128,14 +136,14 @@ def _array_table(fs: FileSystem, path: str, name: str, shards: list[_Shard]) -> 
 
 
 def _tables_at(
-    fs: FileSystem, path: str, dim: int | None
-) -> tuple[dict[str, list[_Shard]], Mapping[str, BundleTensor]]:
+    fs: FileSystem, path: str, dim: int | None, key_dtype: str
+) -> tuple[_Tables, Mapping[str, BundleTensor]]:
     """Tables by name, and all tensors of the checkpoint."""
     prefix, folders = path.removesuffix(".index"), []
     if os.path.isdir(path):
         names = fs.names(path)
         if any(OF_FILE.fullmatch(one) for one in names):
-            return _tables_in_files(fs, path, dim), {}
+            return _tables_in_files(fs, path, dim, key_dtype), {}
         indexes = sorted(one for one in names if one.endswith(".index"))
         if len(indexes) != 1:
             raise SnapshotNotFoundError(
@@ -150,11 +158,11 @@ def _tables_at(
     folders = [f"{parent}/{FOLDER}-{step[1]}"] if step else []
     for folder in (*folders, f"{parent}/{FOLDER}"):
         if os.path.isdir(folder):
-            return {**tables, **_tables_in_files(fs, folder, dim)}, tensors
+            return {**tables, **_tables_in_files(fs, folder, dim, key_dtype)}, tensors
     return tables, tensors
 
 
-def _tables_in_bundle(prefix: str, tensors: Mapping[str, BundleTensor]) -> dict[str, list[_Shard]]:
+def _tables_in_bundle(prefix: str, tensors: Mapping[str, BundleTensor]) -> _Tables:
     pairs: dict[str, dict[int, dict[str, BundleTensor]]] = {}
     for name, tensor in tensors.items():
         if match := _OF_OBJECT.fullmatch(name):
@@ -162,59 +170,64 @@ def _tables_in_bundle(prefix: str, tensors: Mapping[str, BundleTensor]) -> dict[
             pairs.setdefault(table, {}).setdefault(int(match[2]), {})[match[3]] = tensor
         elif match := _OF_NAME.fullmatch(name):
             pairs.setdefault(match[1], {}).setdefault(int(match[2]) - 1, {})[match[4]] = tensor
-    tables: dict[str, list[_Shard]] = {}
-    for table, shards in pairs.items():
-        if sorted(shards) != list(range(len(shards))):
-            raise CorruptTableError(f"{prefix}.index: table {table!r} must have all its shards, got {sorted(shards)}")
-        for _, pair in sorted(shards.items()):
-            if len(pair) < 2:
-                raise CorruptTableError(f"{prefix}.index: table {table!r} must have keys and values, got {min(pair)}")
-            keys, values = pair["keys"], pair["values"]
-            if keys.dtype not in ("int64", "int32") or values.dtype.startswith(("type", "string", "slices")):
-                raise ValueError(
-                    f"{prefix}: table {table!r} must have keys of int64 or int32 and values of numbers, got"
-                    f" {keys.dtype} and {values.dtype}; such tables cannot be imported"
-                )
-            if len(values.shape) != 2 or keys.shape != values.shape[:1]:
-                raise CorruptTableError(
-                    f"{prefix}.index: table {table!r} must have keys [n] and values [n, D], got {list(keys.shape)} and"
-                    f" {list(values.shape)}"
-                )
-            shard = _Shard(keys.part, values.part, keys.dtype, values.dtype, values.shape[1])
-            tables.setdefault(table, []).append(shard)
-    return tables
+    return {table: partial(_shards_in_bundle, prefix, table, shards) for table, shards in pairs.items()}
 
 
-def _tables_in_files(fs: FileSystem, folder: str, dim: int | None) -> dict[str, list[_Shard]]:
+def _shards_in_bundle(prefix: str, table: str, shards: Mapping[int, Mapping[str, BundleTensor]]) -> list[_Shard]:
+    if sorted(shards) != list(range(len(shards))):
+        raise CorruptTableError(f"{prefix}.index: table {table!r} must have all its shards, got {sorted(shards)}")
+    found: list[_Shard] = []
+    for _, pair in sorted(shards.items()):
+        if len(pair) < 2:
+            raise CorruptTableError(f"{prefix}.index: table {table!r} must have keys and values, got {min(pair)}")
+        keys, values = pair["keys"], pair["values"]
+        if keys.dtype not in ("int64", "int32") or values.dtype.startswith(("type", "string", "slices")):
+            raise ValueError(
+                f"{prefix}: table {table!r} must have keys of int64 or int32 and values of numbers, got {keys.dtype}"
+                f" and {values.dtype}; such tables cannot be imported"
+            )
+        if len(values.shape) != 2 or keys.shape != values.shape[:1]:
+            raise CorruptTableError(
+                f"{prefix}.index: table {table!r} must have keys [n] and values [n, D], got {list(keys.shape)} and"
+                f" {list(values.shape)}"
+            )
+        found.append(_Shard(keys.part, values.part, keys.dtype, values.dtype, values.shape[1]))
+    return found
+
+
+def _tables_in_files(fs: FileSystem, folder: str, dim: int | None, key_dtype: str) -> _Tables:
     with doing("look at", folder):
         found = [match for one in sorted(fs.names(folder)) if (match := OF_FILE.fullmatch(one))]
-        size = {match[0]: fs.size(f"{folder}/{match[0]}") for match in found}
-    tables: dict[str, list[_Shard]] = {}
-    for table in sorted({match[1] for match in found}):
-        own = [match for match in found if match[1] == table]
-        if len(worlds := {(match[3], match[5]) for match in own}) > 1:
-            raise CorruptTableError(
-                f"{folder} must have the files of one save of table {table!r}, and has files of {len(worlds)}:"
-                f" {', '.join(f'{v} shards on {r} ranks' for v, r in sorted(worlds))}; remove all but one"
-            )
-        [(shards, ranks)] = worlds
-        empty: list[_Shard] = []
-        for r in range(int(ranks)):  # ends at the first file that is missing
-            for v in range(1, int(shards) + 1):
-                stem = f"{table}_mht_{v}of{shards}_rank{r}_size{ranks}"
-                for kind in ("keys", "values"):
-                    if f"{stem}-{kind}" not in size:
-                        raise CorruptTableError(
-                            f"{folder}/{stem}-{kind} is not there, but other files of table {table!r} are; restore it"
-                            " from a copy"
-                        )
-                status = table.endswith(tuple(f"_{one}" for one in STATUSES))
-                key_dtype, rows, width = rows_of_sizes(
-                    f"{folder}/{stem}-keys", size[f"{stem}-keys"], f"{folder}/{stem}-values", size[f"{stem}-values"],
-                    1 if status else dim,
-                )  # fmt: skip
-                dtype = "int32" if status else "float32"
-                keys, values = (FilePart(f"{folder}/{stem}-{kind}", 0, rows) for kind in ("keys", "values"))
-                (tables.setdefault(table, []) if rows else empty).append(_Shard(keys, values, key_dtype, dtype, width))
-        tables.setdefault(table, empty[:1])
-    return tables
+    of_table: dict[str, list[re.Match[str]]] = {}
+    for match in found:
+        of_table.setdefault(match[1], []).append(match)
+    return {table: partial(_shards_in_files, fs, folder, table, own, dim, key_dtype) for table, own in of_table.items()}
+
+
+def _shards_in_files(
+    fs: FileSystem, folder: str, table: str, own: "Sequence[re.Match[str]]", dim: int | None, key_dtype: str
+) -> list[_Shard]:
+    if len(worlds := {(match[3], match[5]) for match in own}) > 1:
+        raise CorruptTableError(
+            f"{folder} must have the files of one save of table {table!r}, and has files of {len(worlds)}:"
+            f" {', '.join(f'{v} shards on {r} ranks' for v, r in sorted(worlds))}; remove all but one"
+        )
+    [(shards, ranks)] = worlds
+    status, names = table.endswith(tuple(f"_{one}" for one in STATUSES)), {match[0] for match in own}
+    found: list[_Shard] = []
+    for r in range(int(ranks)):  # ends at the first file that is missing
+        for v in range(1, int(shards) + 1):
+            paths = []
+            for kind in ("keys", "values"):
+                name = f"{table}_mht_{v}of{shards}_rank{r}_size{ranks}-{kind}"
+                if name not in names:
+                    raise CorruptTableError(
+                        f"{folder}/{name} is not there, but other files of table {table!r} are; restore it from a copy"
+                    )
+                paths.append(f"{folder}/{name}")
+            with doing("look at", folder):
+                sizes = [fs.size(path) for path in paths]
+            rows, width = rows_of_sizes(paths[0], sizes[0], key_dtype, paths[1], sizes[1], 1 if status else dim)
+            keys, values = (FilePart(path, 0, rows) for path in paths)
+            found.append(_Shard(keys, values, key_dtype, "int32" if status else "float32", width))
+    return [shard for shard in found if shard.keys.rows] or found[:1]  # The files of no rows do not say D.

@@ -73,6 +73,7 @@ def import_foreign(
     optimizer: str | None = None,
     step: int | None = None,
     embedding_dim: int | None = None,
+    key_type: str = "int64",
     snapshot: str | None = None,
     table: int = 0,
     with_state: bool = False,
@@ -103,8 +104,9 @@ def import_foreign(
         optimizer: name of the optimizer whose state the source has, such as "adam"; None = the embedding's optimizer if
             its state is there, else the first whose state is there.
         step: number of optimizer steps, if the source does not have it.
-        embedding_dim: number of weights of a row, for raw files, which do not have it; None = that of the embedding, or
-            that of files with int64 keys.
+        embedding_dim: number of weights of a row, to be checked in raw files, which do not have it; None = that of the
+            embedding, or what follows from the sizes of the files.
+        key_type: dtype of the keys in raw files, which do not have it: "int64", "int32" or "uint32".
         with_state: if True, import the optimizer state and the count of steps too.
         with_scores: if True, set the scores of the rows from the source's frequencies or times; the embedding must have
             a policy.
@@ -129,15 +131,18 @@ def import_foreign(
     for argument, given, formats in (
         ("ids", ids, ("torch",)), ("state", state, ("torch", "torchrec", "tfra")),
         ("embedding_dim", embedding_dim, ("tfra", "hugectr")),
+        ("key_type", None if key_type == "int64" else key_type, ("tfra", "hugectr")),
     ):  # fmt: skip
         if given is not None and format not in formats:
             raise ValueError(f"{argument} must only be given for {' or '.join(formats)}, got format {format!r}")
-    if with_scores and (embedding is None or not embedding.store.policy):
+    if key_type not in ("int64", "int32", "uint32"):
+        raise ValueError(f"key_type must be 'int64', 'int32' or 'uint32', got {key_type!r}")
+    if with_scores and (embedding is None or embedding.policies is None):
         raise ValueError("with_scores=True needs an embedding with a policy, which keeps scores; leave it out")
 
     def open_source() -> ForeignRows:
         dim = embedding_dim if embedding is None else embedding.embedding_dim
-        found = _find(format, source, name, ids, state, dim)
+        found = _find(format, source, name, ids, state, dim, key_type)
         found.step = found.step if step is None else step
         if embedding is not None:
             embedding.store.build()
@@ -282,7 +287,7 @@ def _check_format(format: str) -> None:
 
 def _find(
     format: str, source: "AnyPath | Tensors", name: str | None, ids: "str | np.ndarray | torch.Tensor | None",
-    state: "str | Tensors | None", dim: int | None,
+    state: "str | Tensors | None", dim: int | None, key_type: str,
 ) -> ForeignTable:  # fmt: skip
     if format == "torch":
         return find_torch(source, name, ids=ids, state=state)
@@ -292,12 +297,12 @@ def _find(
         raise TypeError(f"source must be a path, and state a name or None, for format {format!r}")
     path = absolute_path(source)
     if format == "tfra":
-        return find_tfra(LocalFileSystem(), path, name, dim=dim, state=state)
+        return find_tfra(LocalFileSystem(), path, name, dim=dim, key_dtype=key_type, state=state)
     if name is not None:
         raise ValueError("name must not be given for 'hugectr', whose folders have one table each; leave it out")
     if not os.path.isdir(path):
         raise FileNotFoundError(f"{path} is not a folder; give the folder of the sparse model")
-    return find_hugectr(LocalFileSystem(), path, dim=dim)
+    return find_hugectr(LocalFileSystem(), path, dim=dim, key_dtype=key_type)
 
 
 def _set_scores(embedding: "TableEmbedding", rows: ForeignRows, table: int, batch_size: int) -> int:
