@@ -412,6 +412,8 @@ class StateNames(NamedTuple):
     """Parts that every weight has."""
     row_state: tuple[str, ...]
     """Parts that a row has once."""
+    counts_steps: bool
+    """Whether every update depends on the number of earlier steps."""
 
 
 def states_in(library: str) -> dict[str, StateNames]:
@@ -428,7 +430,9 @@ def states_in(library: str) -> dict[str, StateNames]:
         for name in (known.name, *known.renamed.values()):
             for options in sorted(wider, key=lambda options: [known.wider.index(option) for option in options]):
                 parts = (*names[:of_weights], *(_WIDER[option] for option in options))
-                found.setdefault("_".join([name, *options]), StateNames(parts, names[of_weights:]))
+                found.setdefault(
+                    "_".join([name, *options]), StateNames(parts, names[of_weights:], known.counts_steps({}))
+                )
     if SAME_STATE[0] in found:
         found = {**dict.fromkeys(SAME_STATE, found[SAME_STATE[0]]), **found}
     return found

@@ -297,6 +297,30 @@ def test_columns_of_a_data_frame_come_in(tmp_path):
     assert {key for _, key in rows_of(tmp_path / "t", "numbered")} == set(range(100))
 
 
+def test_tables_of_other_libraries_come_in_and_go_out_and_what_stays_behind_is_said(tmp_path):
+    table = tmp_path / "t"
+    checkpoint = Path(__file__).parent / "foreign/tfra/adam/model-1"
+    arguments = ["import", checkpoint, table, "--format", "tfra", "--name", "films", "--with-state"]
+    told = run(*arguments, "--snapshot", "s").stdout
+    assert "carried over: 6 rows, their state of 'adam' at step 3" in told
+    assert "not carried over: state of 1 rows" in told
+    assert run_json(*arguments, "--snapshot", "t")["rows"] == 6
+    os.mkdir(tmp_path / "out")
+    found = run_json("export", table, tmp_path / "out", "--snapshot", "s", "--format", "hugectr", "--with-state")
+    assert (found["rows"], found["optimizer"]) == (6, "adam")
+    assert any("count of optimizer steps, 3" in one for one in found["not_carried"])
+    run("import", tmp_path / "out", tmp_path / "u", "--snapshot", "s", "--format", "hugectr", "--with-state",
+        "--optimizer", "adam", "--step", "3", "--embedding-dim", "4")  # fmt: skip
+    assert rows_of(tmp_path / "u", "s") == rows_of(table, "s")
+    for words, text in [
+        (["import", tmp_path / "out", table, "--snapshot", "x", "--step", "3"], "--step is only for --format"),
+        (["export", table, tmp_path / "x.npz", "--snapshot", "s", "--num-embeddings", "3"], "is only for --format"),
+        (["import", checkpoint, table, "--snapshot", "x", "--format", "tfra"], "give --name"),
+        (["export", table, tmp_path / "out", "--snapshot", "s", "--format", "hugectr"], "give --overwrite to replace"),
+    ]:
+        assert text in run(*words, code=2).stderr
+
+
 def test_tables_of_oneflow_and_of_oneemb_come_in(path, tmp_path):
     shards = [tmp_path / "0-2", tmp_path / "1-2"]
     with oneemb.make_persistent_table_writer(shards, "s", "int64", "float32", 4, format="oneflow") as writer:

@@ -90,6 +90,11 @@ class ForeignRows:
         initial = np.empty(0, np.float32)
         if with_state:
             self.optimizer, parts = _optimizer_in(table, attached, optimizer, self.dim)
+            if table.step is None and parts.counts_steps:
+                raise ValueError(
+                    f"step must be given with the state of {self.optimizer!r}, whose updates depend on the number of"
+                    f" steps, but {table.what} has no such number; give step=..., the number of steps that were taken"
+                )
             widths = [self.dim] * len(parts.weight_state) + [1] * len(parts.row_state)
             initial = np.zeros(sum(widths), np.float32)
             if attached is not None and attached.optimizer == self.optimizer:
@@ -101,7 +106,8 @@ class ForeignRows:
                 self._state.append((part, index, initial[begin : begin + width]))
                 begin += width
         self.state_width = len(initial)
-        self.step = table.step or 0
+        # Rows that have state have had a step: after step 0, momentum would begin anew.
+        self.step = 1 if table.step is None and with_state else table.step or 0
         self.note: SnapshotRows | None = SnapshotRows(
             RowFormat(self.dim, self.dtype, self.optimizer, tuple(initial.tolist())), self.step
         )
@@ -217,5 +223,5 @@ def _described(known: Mapping[str, StateNames], wanted: str | None) -> str:
 
 def unused_state(table: ForeignTable, optimizer: str | None) -> Sequence[str]:
     """Names of the parts of the state that the rows of an optimizer do not hold."""
-    parts = states_in(table.library).get(optimizer or "", StateNames((), ()))
+    parts = states_in(table.library).get(optimizer or "", StateNames((), (), False))
     return sorted(set(table.state) - {*parts.weight_state, *parts.row_state})

@@ -10,7 +10,7 @@ from typing import IO
 
 import numpy as np
 
-from oneemb.foreign.hugectr_files import HUGECTR_FILES, KEYS, VALUES
+from oneemb.foreign.hugectr_files import KEYS, VALUES, is_hugectr_file
 from oneemb.foreign.tfra_files import OF_FILE
 from oneemb.foreign.torch_tables import NO_ID
 from oneemb.graph.row_optimizers import StateNames, states_in
@@ -21,7 +21,7 @@ from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.new_files import NewFile, new_files
 from oneemb.storage.rows.row_format import RowFormat
 
-_AT_ONCE = 1 << 16
+_PIECE_BYTES = 1 << 20
 
 
 class StateParts:
@@ -38,7 +38,7 @@ class StateParts:
                 f"{library} must keep the state of {name!r} as rows do, and does so for {', '.join(sorted(known))};"
                 " export without with_state"
             )
-        parts = known[name] if row_format.state_width and name is not None else StateNames((), ())
+        parts = known[name] if row_format.state_width and name is not None else StateNames((), (), False)
         self.width = {**dict.fromkeys(parts.weight_state, row_format.dim), **dict.fromkeys(parts.row_state, 1)}
         """{name: number of values of a row}."""
 
@@ -140,7 +140,7 @@ def tfra_path(folder: str, name: str, kind: str) -> str:
 def hugectr_writer(folder: str, row_format: RowFormat) -> RawWriter:
     """Writer of a sparse model for HugeCTR and HPS."""
     parts = StateParts("hugectr", row_format)
-    there = [f"{folder}/{one}" for one in sorted(os.listdir(folder)) if one in HUGECTR_FILES]
+    there = [f"{folder}/{one}" for one in sorted(os.listdir(folder)) if is_hugectr_file(one)]
     of_part = {one: f"{folder}/{one}" for one in parts.width}
     return RawWriter([f"{folder}/{KEYS}"], f"{folder}/{VALUES}", of_part, parts, there)
 
@@ -218,8 +218,9 @@ class StateDictWriter:
         """Write a column with its row n as row row_N[n] of `size` rows; the others are 0."""
         column, order = self._columns.mapped(name), np.argsort(row_N)
         sorted_N = row_N[order]
-        for begin in range(0, size, _AT_ONCE):
-            end = min(begin + _AT_ONCE, size)
+        at_once = max(1, _PIECE_BYTES // max(1, column.dtype.itemsize * int(np.prod(column.shape[1:], dtype=np.int64))))
+        for begin in range(0, size, at_once):
+            end = min(begin + at_once, size)
             low, high = np.searchsorted(sorted_N, [begin, end])
             out = np.zeros((end - begin, *column.shape[1:]), column.dtype)
             out[sorted_N[low:high] - begin] = column[order[low:high]]

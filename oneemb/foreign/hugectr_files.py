@@ -21,11 +21,14 @@ from oneemb.storage.fs import FileSystem, doing
 
 KEYS, VALUES = "key", "emb_vector"
 SLOTS = "slot_id"
-_OTHER_STATE = ("MomentumSGD.momtentum", "Nesterov.accm")
-"""Files of state with the learning rate multiplied in, which rows of oneemb do not have."""
+_SCALED_STATE = (".momtentum", ".accm")
+"""Ends of names of other files of state: it has the learning rate multiplied in, which rows of oneemb do not have."""
 STATE_FILES = sorted({part for known in states_in("hugectr").values() for part in known.weight_state})
-HUGECTR_FILES = {KEYS, VALUES, SLOTS, *STATE_FILES, *_OTHER_STATE}
-"""Names of the files of a table."""
+
+
+def is_hugectr_file(name: str) -> bool:
+    """Whether a file of this name belongs to a table."""
+    return name in {KEYS, VALUES, SLOTS, *STATE_FILES} or name.endswith(_SCALED_STATE)
 
 
 def find_hugectr(fs: FileSystem, folder: str, *, dim: int | None, key_dtype: str) -> ForeignTable:
@@ -61,7 +64,7 @@ def find_hugectr(fs: FileSystem, folder: str, *, dim: int | None, key_dtype: str
     if SLOTS in names:
         found.not_carried.append("slot_id: rows have no slots; import the keys of each slot as a table of their own")
     for name in sorted(names - {KEYS, VALUES, SLOTS, *STATE_FILES}):
-        why = "has the learning rate multiplied in" if name in _OTHER_STATE else "is unknown"
+        why = "has the learning rate multiplied in" if name.endswith(_SCALED_STATE) else "is unknown"
         found.not_carried.append(f"file {name}, which {why}")
     if not found.state:
         found.not_carried.append("optimizer state in a file _opt_sparse_<step>.model, if there is one: it has no keys")

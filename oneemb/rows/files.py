@@ -92,7 +92,7 @@ class RowFile(Protocol):
 
 
 @dataclass(frozen=True)
-class RowSource:
+class RowsToOpen:
     """Source of rows that is opened when an import begins, on each rank."""
 
     open: Callable[[], RowFile]

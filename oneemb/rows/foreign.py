@@ -19,7 +19,7 @@ from oneemb.foreign.tfra_files import find_tfra
 from oneemb.foreign.torch_tables import Tensors, find_torch, find_torchrec
 from oneemb.rows.arguments import AnyDtype, Paths, as_embedding
 from oneemb.rows.export_rows import check_targets, write_rows
-from oneemb.rows.files import Progress, RowFileWriter, RowsOfFile, RowSource, RowTarget
+from oneemb.rows.files import Progress, RowFileWriter, RowsOfFile, RowsToOpen, RowTarget
 from oneemb.rows.import_rows import import_rows
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
@@ -103,7 +103,8 @@ def import_foreign(
             name of the slots without the last part, such as "films/lookup"; None = found by the table's name.
         optimizer: name of the optimizer whose state the source has, such as "adam"; None = the embedding's optimizer if
             its state is there, else the first whose state is there.
-        step: number of optimizer steps, if the source does not have it.
+        step: number of optimizer steps. It must be given if the source does not have it and the optimizer counts steps,
+            as Adam does.
         embedding_dim: number of weights of a row, to be checked in raw files, which do not have it; None = that of the
             embedding, or what follows from the sizes of the files.
         key_type: dtype of the keys in raw files, which do not have it: "int64", "int32" or "uint32".
@@ -151,7 +152,7 @@ def import_foreign(
         return rows[-1]
 
     count = import_rows(
-        target, RowSource(open_source), snapshot=snapshot, table=table, with_state=with_state,
+        target, RowsToOpen(open_source), snapshot=snapshot, table=table, with_state=with_state,
         allow_nonfinite=allow_nonfinite, dtype=dtype, physical_block_size=physical_block_size, batch_size=batch_size,
         progress=progress,
     )  # fmt: skip
@@ -326,7 +327,7 @@ def _not_imported(rows: ForeignRows, with_state: bool, scores: int) -> list[str]
     if table.scores is not None and not scores:
         missing.append("frequencies or times of last use; give with_scores=True for an embedding with a policy")
     if with_state and table.step is None:
-        missing.append("the count of optimizer steps, which the source does not have; give step=...")
+        missing.append("the count of optimizer steps, which the source does not have: it begins at 1; give step=...")
     if rows.without_state:
         missing.append(f"state of {rows.without_state} rows, which have none in the source: they begin with new state")
     if str(table.values.dtype) == "float64":

@@ -24,7 +24,7 @@ from oneemb.rows.files import (
     Progress,
     RowFile,
     RowsOfFile,
-    RowSource,
+    RowsToOpen,
     checked_batch,
     suffix_of,
     whole_batches,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from oneemb.embeddings.embedding import TableEmbedding
 
 _Arrays: TypeAlias = "Sequence[np.ndarray | torch.Tensor]"
-Source: TypeAlias = "AnyPath | Sequence[AnyPath] | PersistentTableReader | RowSource | _Arrays | Iterable[_Arrays]"
+Source: TypeAlias = "AnyPath | Sequence[AnyPath] | PersistentTableReader | RowsToOpen | _Arrays | Iterable[_Arrays]"
 
 
 def import_rows(
@@ -213,7 +213,7 @@ def _refuse_names(source: Source, **are_left_out: bool) -> None:
 def _open_source(source: Source, columns: Columns, with_state: bool) -> RowFile:
     if isinstance(source, PersistentTableReader):
         return _ReaderRows(source, with_state)
-    if isinstance(source, RowSource):
+    if isinstance(source, RowsToOpen):
         return source.open()
     if isinstance(source, str | bytes | os.PathLike):
         path = absolute_path(source)
