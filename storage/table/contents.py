@@ -86,7 +86,7 @@ class Contents:
         and the rows in memory. If that fails too, the table is broken. No compaction may be running, and no keys
         pending."""
         old = self.live
-        old.index.clear()
+        old.drop_index()
         try:
             live = load_live_rows(self._fs, self._store.files, self._files, records, self._threads, self.index_thread)
         except BaseException as error:

@@ -59,7 +59,7 @@ class LiveRows:
         self._chunk: dict[int, ChunkFile] = {}  # by first extent
         self._extents: dict[ChunkFile, slice] = {}
         self._read: dict[ChunkFile, slice] = {}  # Extents of removed chunks that a `get` still reads.
-        self._files = files
+        self._files, self._threads, self._beside = files, threads, beside
         self._pending = PendingKeys(self.index, beside)
 
     @property
@@ -186,6 +186,11 @@ class LiveRows:
     def put_pending(self) -> None:
         """Put all noted keys into the index."""
         self._pending.put_pending(self._put)
+
+    def drop_index(self) -> None:
+        """Free the index. The caller puts the keys of all live rows, whose bits stay, into the new one."""
+        self.index = type(self.index)(self._threads)
+        self._pending = PendingKeys(self.index, self._beside)
 
     def load(
         self, chunk: ChunkFile, table_N: np.ndarray, id_N: np.ndarray, row_N: np.ndarray
