@@ -62,6 +62,7 @@ _WHERE |= {
             "IndexMemoryError",
             "LockedError",
             "OtherSnapshotError",
+            "OtherTableError",
             "RowWidthError",
             "SnapshotExistsError",
             "SnapshotNeededError",

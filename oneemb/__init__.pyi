@@ -64,6 +64,7 @@ from oneemb.storage.errors import (
     IndexMemoryError as IndexMemoryError,
     LockedError as LockedError,
     OtherSnapshotError as OtherSnapshotError,
+    OtherTableError as OtherTableError,
     RowWidthError as RowWidthError,
     SnapshotExistsError as SnapshotExistsError,
     SnapshotNeededError as SnapshotNeededError,

@@ -56,6 +56,10 @@ class OtherSnapshotError(StorageError):
         )
 
 
+class OtherTableError(StorageError):
+    """A copy has chunks of another table, or of a job that went on from an older snapshot in another folder."""
+
+
 class SnapshotNotFoundError(StorageError):
     """No snapshot has this name. The message names the snapshots that exist."""
 

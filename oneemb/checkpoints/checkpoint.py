@@ -55,7 +55,6 @@ from oneemb.checkpoints.state_names import named_embeddings
 from oneemb.checkpoints.stored_checkpoint import (
     StoredCheckpoint,
     delete_stored_after,
-    is_url,
     save_stored,
     with_stored_rows,
 )
@@ -68,6 +67,7 @@ from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import LocalFileSystem, doing
 from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.new_files import NewFile, is_held
+from oneemb.storage.objects.object_store import is_url
 from oneemb.training.compiled_graph import CompiledGraph
 from oneemb.training.train_state import TrainState
 

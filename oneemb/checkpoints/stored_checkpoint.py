@@ -44,17 +44,12 @@ from oneemb.storage.errors import CorruptTableError, LockedError, SnapshotNotFou
 from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.objects.deletion import clean_parts, clean_store, forget_stored
 from oneemb.storage.objects.manifests import current_of, names_in
-from oneemb.storage.objects.object_store import ObjectStore
+from oneemb.storage.objects.object_store import ObjectStore, is_url
 from oneemb.storage.objects.push import push_of_writer
 from oneemb.training.compiled_graph import CompiledGraph
 from oneemb.training.train_state import TrainState
 
 _WRITER = "save"
-
-
-def is_url(path: object) -> bool:
-    """Whether a path is a URL of an object store."""
-    return isinstance(path, str) and "://" in path
 
 
 class StoredCheckpoint:

@@ -16,9 +16,11 @@ import numpy as np
 
 from oneemb.kernels.threads import Threads
 from oneemb.rows.values import weights_of
+from oneemb.serving.stored_rows import StoredRows
 from oneemb.storage.bottom import EXPORTED
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing, path_text
+from oneemb.storage.objects.object_store import ObjectStore
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.serving.served_file import ServedFile, ServedInfo, row_bytes_of
 from oneemb.storage.serving.served_writer import remove_unfinished_files, write_served_file
@@ -39,12 +41,24 @@ _TABLES_TEXT = 100  # most letters of a file's name that list tables
 
 
 class Source(NamedTuple):
-    """Folders with snapshots, the folder for served files, and the dtype and tables of these files."""
+    """Folders with snapshots, the folder for served files, the dtype and tables of these files, and, if the snapshots
+    come from an object store, what brings them to the folders."""
 
     paths: list[str]
     folder: str
     dtype: str
     tables: tuple[int, ...] | None
+    stored: StoredRows | None = None
+
+    @property
+    def name(self) -> str:
+        """The place of the snapshots, in words."""
+        return ", ".join(self.paths) if self.stored is None else self.stored.url
+
+    def bring(self, name: str | None, stop: Callable[[], bool] = lambda: False) -> None:
+        """Bring the snapshot of this name, or the newest one, if it comes from an object store."""
+        if self.stored is not None:
+            self.stored.bring(name, stop)
 
 
 def check_formats(dtype: object, absent: str) -> str:
@@ -74,6 +88,18 @@ def source_of(paths: list[str], folder: AnyPath | None, dtype: str, tables: tupl
             f" lock that making a file needs; leave it out, and files are made in {paths[0]}/serving"
         )
     return Source(paths, where, dtype, tables)
+
+
+def stored_source(store: ObjectStore, folder: AnyPath | None, dtype: str, tables: tuple[int, ...] | None) -> Source:
+    """Source of the snapshots in an object store, with `folder` for their local copy and served files."""
+    if folder is None:
+        raise ValueError(
+            f"folder must name a folder on this machine for the rows of {store.url}, got None; give one that all"
+            " processes of the machine share"
+        )
+    where = served_folder(folder)
+    rows = StoredRows(store, os.path.join(where, "rows"))
+    return Source([rows.folder], where, dtype, tables, rows)
 
 
 class Version(NamedTuple):
@@ -183,6 +209,9 @@ def open_snapshot(
     """
     failed, error = "", None
     while True:
+        source.bring(name, stop)
+        if stop():
+            return None
         found = find_snapshot(source.paths, name)
         if served is not None and (
             found.info.identity == served.identity

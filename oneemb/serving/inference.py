@@ -21,11 +21,12 @@ from oneemb.graph.tracers import refuse_tracers, uncompiled
 from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.threads import Threads
 from oneemb.rows.arguments import Paths, as_list
-from oneemb.serving.build import Source, Version, check_formats, find_snapshot, open_snapshot, source_of
+from oneemb.serving.build import Source, Version, check_formats, find_snapshot, open_snapshot, source_of, stored_source
 from oneemb.serving.following import Following
 from oneemb.serving.served import Served
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath
+from oneemb.storage.objects.object_store import ObjectStore, is_url
 from oneemb.storage.serving.served_file import ServedFile, is_served_file
 from oneemb.storage.snapshots.snapshot_parts import look_at
 
@@ -48,7 +49,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
         self._backend = HostBackend(threads)
         self._served: Served | None = Served(file, absent, self._backend)
         self._source, self._absent, self._threads = source, absent, threads
-        self._what = "a newer snapshot" if source is None else f"a newer snapshot of {', '.join(source.paths)}"
+        self._what = "a newer snapshot" if source is None else f"a newer snapshot of {source.name}"
         self._choice: object = None  # Replaced by each call that chooses a version.
 
     @classmethod
@@ -69,14 +70,16 @@ class InferenceEmbedding(Following, torch.nn.Module):
 
         Args:
             path: the persistent path of the training job, or the paths of its ranks; or a file that `oneemb quantize`
-                has made, which fixes snapshot, dtype and tables.
+                has made, which fixes snapshot, dtype and tables; or a URL to which `oneemb push` has pushed, such as
+                `s3://bucket/items`, or `<url>.rows/<embedding>` of a `graph.save(url)`.
             snapshot: name of the snapshot; None = the newest.
             dtype: dtype of the weights in the file, as text or torch's: "float32" = the weights as trained, bit for
                 bit. Lookups give float32 for the other formats.
             tables: numbers of the served tables, in the order of columns of ids; None = all.
             absent: values of an id without a row: "initial" = its initial row in training, not rounded to `dtype`; or
                 "zeros".
-            folder: folder for served files; None = `serving` in the first path.
+            folder: folder for served files; None = `serving` in the first path. With a URL it must be given, and has a
+                copy of the served snapshot, too, of which newer ones need only what is new.
             verify: compare all rows with their checksums now, instead of when a row is first read.
             num_threads: None = one for each core.
 
@@ -88,8 +91,8 @@ class InferenceEmbedding(Following, torch.nn.Module):
         """
         served_dtype = check_formats(dtype, absent)
         check_flags(verify=verify)
-        threads, paths = Threads(num_threads), as_list(path)
-        if not paths:
+        threads, paths = Threads(num_threads), [] if is_url(path) else as_list(path)
+        if not paths and not is_url(path):
             raise ValueError("path must be one path or more, got none")
         if snapshot is not None and not isinstance(snapshot, str):
             got = f"{type(snapshot).__name__} {snapshot!r}"
@@ -103,7 +106,10 @@ class InferenceEmbedding(Following, torch.nn.Module):
                     f" snapshot={snapshot!r} and tables={tables}; leave both out"
                 )
         else:
-            source = source_of(paths, folder, served_dtype, chosen)
+            if is_url(path):
+                source = stored_source(ObjectStore(str(path)), folder, served_dtype, chosen)
+            else:
+                source = source_of(paths, folder, served_dtype, chosen)
             opened = open_snapshot(source, snapshot, threads=threads)
             assert opened is not None  # without `stop` and `above` there is always a file
             file = opened
@@ -263,6 +269,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
         source, choice = self._need_source(), object()
         if not isinstance(snapshot, str):
             raise TypeError(f"snapshot must be the name of a snapshot, got {type(snapshot).__name__} {snapshot!r}")
+        source.bring(snapshot)
         find_snapshot(source.paths, snapshot)  # An unknown name raises before the follower stops.
         with self._own_lock():
             self._stopped()
@@ -313,6 +320,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
             if name is None:
                 raise StorageError("the state dict was saved before the embedding had a row; train it, and save again")
             if identity != self.version.identity:
+                self._need_source().bring(name)
                 look_at(self._need_source().paths).get(name, identity, "the state dict")
                 self.rollback(name)
         super()._load_from_state_dict({one: state_dict[one] for one in state_dict if one != key}, prefix, *args)

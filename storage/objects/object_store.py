@@ -146,15 +146,14 @@ class ObjectStore:
         Raises:
             CorruptTableError: the object is missing, or has other bytes.
         """
-        digest, size = piece
-        key = object_key(digest)
+        key = object_key(piece[0])
         try:
             data = self._read(key)
         except FileNotFoundError as error:
             raise CorruptTableError(
                 f"{self.url}/{key} is missing, though a snapshot needs it; push the snapshot again"
             ) from error
-        if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
+        if not is_of(data, piece):
             raise CorruptTableError(
                 f"{self.url}/{key} is damaged: its checksum does not match; delete the object and push the snapshot"
                 " again"
@@ -228,6 +227,11 @@ class ObjectStore:
             pass
 
 
+def is_url(path: object) -> bool:
+    """Whether a path is a URL of an object store."""
+    return isinstance(path, str) and "://" in path
+
+
 def store_beside(
     url: str, path: str | os.PathLike[str], names: Collection[str] | None, options: dict[str, Any] | None
 ) -> tuple[ObjectStore, str]:
@@ -259,6 +263,11 @@ def store_beside(
             f"url must be a folder outside of the table's, got {store.url} and the table {folder}; give another folder"
         )
     return store, folder
+
+
+def is_of(data: bytes, piece: Piece) -> bool:
+    """Whether these are the bytes of a piece."""
+    return len(data) == piece[1] and hashlib.sha256(data).hexdigest() == piece[0]
 
 
 def object_key(digest: str) -> str:

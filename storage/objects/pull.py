@@ -7,6 +7,7 @@ snapshot is in the target completely or not at all.
 Invariant: a piece is compared with its checksum before it is written, and every byte of the target at the end.
 """
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,15 +15,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from oneemb.storage.errors import CorruptTableError, LockedError, SnapshotNotFoundError, StorageError
+from oneemb.storage.errors import CorruptTableError, LockedError, OtherTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import LocalFileSystem, doing
 from oneemb.storage.new_files import new_file
 from oneemb.storage.objects.manifests import StoredFile, StoredPart, current_of, get_part, names_in
-from oneemb.storage.objects.object_store import ObjectStore, store_beside
+from oneemb.storage.objects.object_store import ObjectStore, is_of, store_beside
 from oneemb.storage.objects.transfers import Progress, Progressing, in_order
 from oneemb.storage.snapshots.backup import backup_folder, has_links
 from oneemb.storage.table.chunk_scan import read_keys
 from oneemb.storage.table.geometry import Geometry
+from oneemb.storage.table.salvage import copied
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import ChunkPart
 
@@ -58,7 +60,8 @@ def pull(
         SnapshotNotFoundError: the store has no snapshot of one of the names, or none at all.
         CorruptTableError: an object is missing or damaged, or the folder has been damaged.
         LockedError: another pull writes to `path`, or a job uses it.
-        StorageError: the folder has chunks of another table, or the store or a file cannot be used.
+        OtherTableError: the folder has chunks of another table.
+        StorageError: the store or a file cannot be used.
         TypeError: an argument is of a wrong type.
         ValueError, ImportError: the URL is none that fsspec knows, or a folder in the table's; or a package is
             missing.
@@ -115,14 +118,20 @@ class Bringing:
 
     def __enter__(self) -> "Bringing":
         new = self._new
-        with doing("make the folder", new):
-            self._fs.make_directories(new)
-            try:
-                self._lock = self._fs.lock(new)
-            except BlockingIOError:
-                raise LockedError(
-                    f"{new.removesuffix('.pull')} must have one pull at a time; wait until the other has ended"
-                ) from None
+        while True:
+            with doing("make the folder", new):
+                self._fs.make_directories(new)
+                try:
+                    self._lock = self._fs.lock(new)
+                except FileNotFoundError:
+                    continue  # Another pull has ended, and has removed its folder.
+                except BlockingIOError:
+                    raise LockedError(
+                        f"{new.removesuffix('.pull')} must have one pull at a time; wait until the other has ended"
+                    ) from None
+            if self._fs.still_locks(self._lock, new):
+                break
+            self._fs.unlock(self._lock)
         try:
             self._keep_chunks(new)
         except BaseException:
@@ -200,7 +209,7 @@ class Bringing:
                     os.link(there, path)
             except (OSError, StorageError) as error:
                 if candidate in self._brought and isinstance(error, StorageError):
-                    raise StorageError(
+                    raise OtherTableError(
                         f"the snapshots in {self._store.url} must be of one table, two of those asked for have a chunk"
                         f" {chunk.number} with different rows, as those of two jobs have; pull the snapshots of each by"
                         " their names, into a folder of its own"
@@ -209,17 +218,26 @@ class Bringing:
             self._brought.add(path)
             self._moved.add(file.size)
             return
-        self._write(file, path)
+        self._write(file, path, [one for one in (path, there) if one is not None])
         self._brought.add(path)
 
-    def _write(self, file: StoredFile, path: str) -> None:
-        def download(n: int) -> bytes:
-            return self._store.get(file.pieces[n])
+    def _write(self, file: StoredFile, path: str, shorter: Sequence[str] = ()) -> None:
+        """Write a file. `shorter`: files that may begin as this one does, so that less is downloaded."""
+        begins = [0, *itertools.accumulate(size for _, size in file.pieces)]
+
+        def bring(n: int) -> tuple[bytes, bool]:
+            piece = file.pieces[n]
+            for candidate in shorter:
+                with suppress(StorageError, OSError):
+                    data = b"".join(bytes(one) for one in copied(self._fs, candidate, piece[1], begins[n]))
+                    if is_of(data, piece):
+                        return data, False
+            return self._store.get(piece), True
 
         with doing("write", path), new_file(self._fs, path) as new:
-            for data in in_order(download, range(len(file.pieces))):
+            for data, is_downloaded in in_order(bring, range(len(file.pieces))):
                 new.write(data)
-                self.bytes_downloaded += len(data)
+                self.bytes_downloaded += len(data) if is_downloaded else 0
                 self._moved.add(len(data))
         if self._fs.size(path) != file.size:
             raise CorruptTableError(f"{self._store.url}: the pieces of {file.path} have another size than the file")

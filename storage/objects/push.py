@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
+from oneemb.storage.errors import CorruptTableError, OtherTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.objects.manifests import (
     StoredFile,
@@ -82,8 +82,8 @@ def push(
 
     Raises:
         SnapshotNotFoundError: there is no snapshot of one of the names.
-        StorageError: there is no table, the store has snapshots of another table, or the store or a file cannot be
-            used.
+        OtherTableError: the store has snapshots of another table.
+        StorageError: there is no table, or the store or a file cannot be used.
         TypeError: an argument is of a wrong type.
         ValueError, ImportError: the URL is none that fsspec knows, or a folder in the table's; or a package is
             missing.
@@ -240,7 +240,7 @@ class _Push:
             else:
                 there, here = self._stored_bytes(keys, chunk.keys_bytes - _SUM.size), _SUM.pack(chunk.keys_sum)
             if there != here:
-                raise StorageError(
+                raise OtherTableError(
                     f"{self._store.url} must have snapshots of one table, but its chunk {chunk.number} has other keys"
                     f" than {path}: its snapshots are of another table, or of a job that went on from an older snapshot"
                     " in another folder; push to another URL, or delete these snapshots with `oneemb stored delete`"

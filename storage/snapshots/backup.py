@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from oneemb.storage.errors import CorruptTableError, LockedError, SnapshotNotFoundError, StorageError
+from oneemb.storage.errors import CorruptTableError, LockedError, OtherTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import FileSystem, LocalFileSystem, doing
 from oneemb.storage.new_files import NewFile, new_file
 from oneemb.storage.snapshots.part_folders import check_parts
@@ -266,7 +266,7 @@ class _Backup:
         try:
             read_keys(self._fs, targets[1], geometry, part)
         except CorruptTableError as error:
-            raise StorageError(
+            raise OtherTableError(
                 f"{target}: chunk {part.number} must be that of {folder}, it is damaged; give a new folder for the copy"
             ) from error
 
@@ -278,7 +278,7 @@ class _Backup:
             return
         pieces = zip(self._pieces(source, size), copied(self._fs, copy, size), strict=True)
         if not all(np.array_equal(one, other) for one, other in pieces):
-            raise StorageError(
+            raise OtherTableError(
                 f"{copy} must begin as {source} does, it has other keys: the copy is of another table; give a new"
                 " folder for the copy"
             )

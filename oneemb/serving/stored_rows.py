@@ -1,0 +1,75 @@
+"""A local copy of one snapshot of an object store, for servers on a machine, which share it.
+
+Invariants:
+- a snapshot is in the copy completely or not at all; readers of the copy go on while a newer snapshot is brought;
+- whether there is a newer snapshot follows from one object, `newest.json`; nothing is listed;
+- only chunks that the copy lacks are downloaded.
+"""
+
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from oneemb.storage.errors import LockedError, OtherTableError, SnapshotNotFoundError, StorageError
+from oneemb.storage.objects.manifests import current_of, newest_in
+from oneemb.storage.objects.object_store import ObjectStore
+from oneemb.storage.objects.pull import pull_from
+from oneemb.storage.snapshots.part_folders import open_anew
+from oneemb.storage.snapshots.snapshot_parts import look_at
+
+_LOOK_S = 0.05
+
+
+class StoredRows:
+    """The newest, or a named, snapshot at a URL, copied to `folder`."""
+
+    def __init__(self, store: ObjectStore, folder: str):
+        self.url, self.folder, self._store = store.url, folder, store
+
+    def bring(self, name: str | None, stop: Callable[[], bool]) -> None:
+        """Let the copy have the snapshot of this name, or the newest one, with its ancestors, and no other.
+
+        Args:
+            stop: called from time to time; once it returns True, the call ends.
+
+        Raises:
+            SnapshotNotFoundError: the store has no such snapshot.
+            CorruptTableError: an object is missing or damaged.
+            StorageError: the store or the folder cannot be used.
+        """
+        if name is None:
+            newest = newest_in(self._store)
+            if newest is None:
+                raise SnapshotNotFoundError(f"{self.url} must have a snapshot, it has none; push one first")
+            name = newest[0]
+        identity = current_of(self._store, name)[0]
+        while not stop() and not self._has(name, identity):
+            try:
+                pull_from(self._store, self.folder, [name], verify=False)  # Readers compare what they read.
+            except LockedError:
+                time.sleep(_LOOK_S)  # Another process of this machine brings a snapshot, or removes one.
+                continue
+            except OtherTableError:
+                # The job went on from an older snapshot in another folder, so the copy is of no use.
+                shutil.rmtree(self.folder, ignore_errors=True)
+                continue
+            with suppress(StorageError):  # Another process will.
+                self._remove_others(name)
+
+    def _has(self, name: str, identity: str) -> bool:
+        try:
+            look_at([self.folder]).get(name, identity, self.url)
+        except StorageError:
+            return False
+        return True
+
+    def _remove_others(self, name: str) -> None:
+        found = look_at([self.folder])
+        wanted = found.get(name)
+        kept = {part.info.identity for link in (*wanted.before, wanted) for part in link.parts}
+        for folder in found.folders:
+            with open_anew(folder) as table:
+                for info in reversed(table.snapshots()):  # Deltas go before their parents.
+                    if info.identity not in kept:
+                        table.delete_snapshot(info.name)

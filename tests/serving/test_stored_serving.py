@@ -1,0 +1,190 @@
+"""Servers of rows in an object store: they take over whole snapshots, and download only what is new."""
+
+import shutil
+import threading
+import uuid
+
+import fsspec
+import pytest
+import torch
+
+import oneemb
+from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
+from oneemb.storage.objects import push as push_module
+from oneemb.storage.objects.deletion import delete_stored
+from oneemb.storage.objects.object_store import ObjectStore
+from oneemb.storage.objects.push import push, push_of_writer
+from tests.storage.test_objects import Killed, embedding_at, train
+
+IDS = torch.arange(400)
+
+
+@pytest.fixture
+def url(monkeypatch):
+    monkeypatch.setattr(push_module, "_PIECE_BYTES", 3000)
+    monkeypatch.setattr("oneemb.storage.objects.object_store._WAIT_S", 0)
+    return f"memory://{uuid.uuid4().hex}/items"
+
+
+class Job:
+    """A job that trains, saves a snapshot and pushes it."""
+
+    def __init__(self, path, url):
+        self.embedding, self.path, self.url, self.rows = embedding_at(path), path, url, {}
+
+    def save(self, name, ids=IDS, since=None):
+        train(self.embedding, ids, 0.5)
+        self.embedding.save_snapshot(name) if since is None else self.embedding.save_delta(name, since=since)
+        self.rows[name] = self.embedding.read(IDS).clone()
+        push(self.path, self.url, [name])
+        return self
+
+
+@pytest.fixture
+def job(tmp_path, url):
+    job = Job(tmp_path / "job", url).save("a")
+    yield job
+    job.embedding.close()
+
+
+def test_a_server_follows_the_newest_snapshot_of_a_store(tmp_path, job, url):
+    with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving") as served:
+        assert torch.equal(served(IDS), job.rows["a"]) and not served.refresh()
+        job.save("b")
+        served.follow(0.01)
+        while served.version.name != "b":
+            assert served.error is None
+        assert torch.equal(served(IDS), job.rows["b"])
+        job.save("c", IDS[:5], since="b")
+        while served.version.name != "c":
+            pass
+        assert torch.equal(served(IDS), job.rows["c"])
+        served.rollback("a")
+        assert torch.equal(served(IDS), job.rows["a"])
+        served.load_state_dict(job.embedding.state_dict())
+        assert served.version.name == "c"
+    with oneemb.InferenceEmbedding.open(url, "b", folder=tmp_path / "serving") as served:
+        assert torch.equal(served(IDS), job.rows["b"])
+
+
+def test_a_poll_reads_one_object_and_lists_nothing(tmp_path, job, url, monkeypatch):
+    with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving") as served:
+        read, kind = [], type(fsspec.filesystem("memory"))
+        original = kind.cat_file
+        monkeypatch.setattr(kind, "cat_file", lambda fs, path, *args: read.append(path) or original(fs, path, *args))
+        monkeypatch.setattr(kind, "find", lambda *args: pytest.fail("a poll lists objects"))
+        assert not served.refresh()
+        assert len(read) == 2 and read[0].endswith("newest.json") and read[1].endswith("a/current.json")
+
+
+def test_only_new_pieces_are_downloaded_and_the_copy_has_one_snapshot(tmp_path, job, url, monkeypatch):
+    get, sizes = ObjectStore.get, []
+    monkeypatch.setattr(ObjectStore, "get", lambda store, piece: sizes.append(piece[1]) or get(store, piece))
+    job.save("many", torch.arange(10_000))
+    sizes.clear()
+    with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving") as served:
+        whole = sum(sizes)
+        job.save("b", IDS[:10], since="many")
+        sizes.clear()
+        assert served.refresh() and 0 < sum(sizes) < whole / 4
+        assert torch.equal(served(IDS), job.rows["b"])
+        job.save("c")
+        served.refresh()
+    names = [path.name for path in (tmp_path / "serving/rows/snapshots").iterdir()]
+    assert names == ["c.snapshot"]
+
+
+def test_what_the_store_has_no_more_is_given_up_and_an_empty_store_is_told(tmp_path, job, url):
+    job.save("b")
+    with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving") as served:
+        delete_stored(url, "b")
+        assert served.refresh() and served.version.name == "a"
+        assert torch.equal(served(IDS), job.rows["a"])
+        delete_stored(url, "a")
+        with pytest.raises(SnapshotNotFoundError, match="must have a snapshot, it has none"):
+            served.refresh()
+        assert torch.equal(served(IDS), job.rows["a"])
+
+
+def test_a_job_that_went_on_elsewhere_is_followed(tmp_path, job, url):
+    with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving") as served:
+        other = embedding_at(tmp_path / "other")
+        train(other, IDS * 3, 0.25)
+        for name in ("x", "y"):
+            other.save_snapshot(name)
+        push_of_writer(ObjectStore(url), str(tmp_path / "other"), "y", "save", 0)
+        assert served.refresh() and served.version.name == "y"
+        assert torch.equal(served(IDS * 3), other.read(IDS * 3))
+        other.close()
+
+
+def test_a_bring_that_is_killed_at_any_read_changes_nothing_and_is_continued(tmp_path, job, url, monkeypatch):
+    with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving") as served:
+        job.save("b")
+        shutil.copytree(tmp_path / "serving", tmp_path / "before")
+        get = ObjectStore.get
+        for at in range(100):
+            calls = iter(range(1000))
+
+            def killed(store, piece, at=at, calls=calls):
+                if next(calls) >= at:
+                    raise Killed
+                return get(store, piece)
+
+            monkeypatch.setattr(ObjectStore, "get", killed)
+            try:
+                served.refresh()
+                break
+            except Killed:
+                assert served.version.name == "a" and torch.equal(served(IDS), job.rows["a"])
+            with oneemb.InferenceEmbedding.open(url, "a", folder=tmp_path / "before") as another:
+                assert torch.equal(another(IDS), job.rows["a"])
+        assert at > 3 and torch.equal(served(IDS), job.rows["b"])
+
+
+def test_a_damaged_object_is_an_error_that_names_it_and_the_version_stays(tmp_path, job, url):
+    with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving") as served:
+        fs, root = fsspec.core.url_to_fs(url)
+        before = set(fs.find(f"{root}/objects"))
+        job.save("b")
+        for n, path in enumerate(sorted(set(fs.find(f"{root}/objects")) - before)):
+            data = fs.cat_file(path)
+            fs.pipe_file(path, data[:-1] + bytes([data[-1] ^ 1]))
+            shutil.copytree(tmp_path / "serving", tmp_path / f"new{n}")
+            with oneemb.InferenceEmbedding.open(url, "a", folder=tmp_path / f"new{n}") as another:
+                with pytest.raises(CorruptTableError, match=path.rpartition("/")[2]):
+                    another.refresh()
+                assert another.version.name == "a" and torch.equal(another(IDS), job.rows["a"])
+            fs.pipe_file(path, data)
+        assert served.refresh() and torch.equal(served(IDS), job.rows["b"])
+
+
+def test_processes_of_a_machine_share_one_copy(tmp_path, job, url):
+    served, failed = [], []
+
+    def opens():
+        try:
+            served.append(oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving"))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=opens) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    for one in served:
+        assert torch.equal(one(IDS), job.rows["a"])
+        one.close()
+
+
+def test_a_url_needs_a_folder_and_a_store_that_fails_is_told(tmp_path, job, url, monkeypatch):
+    with pytest.raises(ValueError, match="folder must name a folder on this machine"):
+        oneemb.InferenceEmbedding.open(url)
+    kind = type(fsspec.filesystem("memory"))
+    with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving") as served:
+        monkeypatch.setattr(kind, "cat_file", lambda *args: (_ for _ in ()).throw(TimeoutError("the network is down")))
+        with pytest.raises(StorageError, match="the network is down"):
+            served.refresh()
+        assert torch.equal(served(IDS), job.rows["a"])
