@@ -11,7 +11,7 @@ ready = $(VENV)/ready-$(1)
 endif
 INSTALL = $(RUN) -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test test-changed test-slow test-nightly gpu-test gpu-bench gpu-sanitize check docs bench bench-compare bench-tables clean test-versions
+.PHONY: demo test test-changed test-slow test-s3 test-nightly gpu-test gpu-bench gpu-sanitize check docs bench bench-compare bench-tables clean test-versions
 
 demo: $(call ready,demo)  ## Train a click model with its embeddings on the cached-SSD store.
 	$(RUN) examples/kuairand_dlrm.py --store ssd
@@ -41,6 +41,17 @@ test-slow: $(call ready,test)  ## The long proofs: every crash, whole products o
 	$(PYTEST) -m slow
 	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) -q -m slow tests/cuda
 	ONEEMB_TEST_COMPILE=1 $(PYTEST) -q -m slow tests/cuda_compile
+
+# In an environment of its own, over that of the other tests.
+test-s3: $(VENV)/s3/ready  ## Snapshots and checkpoints in S3, by s3fs and a server of moto.
+	$(VENV)/s3/bin/python -m pytest -q tests/storage/test_objects_s3.py
+
+$(VENV)/s3/ready: $(VENV)/ready-test constraints/s3.txt
+	$(VENV)/bin/python -m venv $(VENV)/s3
+	$(VENV)/s3/bin/python -m pip install -q --disable-pip-version-check --no-deps -r constraints/s3.txt
+	cd $(VENV)/s3/lib/python3* && echo "import site; site.addsitedir('$(abspath $(VENV))/lib/$$(basename $$PWD)/site-packages')" \
+		> site-packages/tests.pth
+	touch $@
 
 MINUTES ?= 60
 test-nightly: $(call ready,test)  ## Tests that draw, with new seeds, for MINUTES; nightly.log has seeds and failures.

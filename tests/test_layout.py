@@ -634,7 +634,8 @@ def test_gpu_tests_say_once_that_there_is_no_gpu():
 
 def test_every_target_is_tried_in_an_environment_that_is_there():
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE).group(1).split()
-    assert sorted(TARGETS) == sorted(set(phony) - {"clean", "test-versions"})  # Which makes environments of its own.
+    # `test-versions` and `test-s3` make environments of their own.
+    assert sorted(TARGETS) == sorted(set(phony) - {"clean", "test-versions", "test-s3"})
 
 
 def test_the_least_torch_has_the_arguments_that_exports_pass():
@@ -643,7 +644,7 @@ def test_the_least_torch_has_the_arguments_that_exports_pass():
     assert tuple(map(int, least.groups())) >= (2, 9)
 
 
-@pytest.mark.parametrize("constraints", ["demo.txt", "test.txt", "bench.txt"])
+@pytest.mark.parametrize("constraints", ["demo.txt", "test.txt", "bench.txt", "s3.txt"])
 def test_everything_is_pinned_once_and_exactly(constraints):
     lines = (ROOT / "constraints" / constraints).read_text().splitlines()
     pins = [line for line in lines if not line.startswith(("#", "-c "))]

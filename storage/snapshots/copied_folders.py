@@ -15,8 +15,16 @@ from typing import Any
 from oneemb.storage.errors import LockedError, StorageError
 from oneemb.storage.fs import LocalFileSystem, doing
 from oneemb.storage.new_files import begin, remove_unfinished
-from oneemb.storage.snapshots.part_folders import add_to_whole
-from oneemb.storage.snapshots.snapshot_parts import FoundParts, Part, look_at, missing_shards, rank_folder_name
+from oneemb.storage.snapshots.part_folders import add_lost_parents, add_to_whole
+from oneemb.storage.snapshots.snapshot_parts import (
+    FoundParts,
+    Part,
+    find_parts,
+    folders_at,
+    look_at,
+    missing_shards,
+    rank_folder_name,
+)
 from oneemb.storage.table.check import SnapshotCheck
 from oneemb.storage.table.salvage import SalvageResult, salvage_table
 from oneemb.storage.table.snapshot_file import SnapshotFiles
@@ -97,7 +105,17 @@ def _salvage(
             report.whole = False
             report.unreadable = [what for what in report.unreadable if what != "file"] + [f"part {shard}"]
             report.unreadable += ["file"] if parts in deltas else []
+    add_lost_parents(found, result.by_snapshot)
+    if unlisted is not None:
+        _put_missing_parts(unlisted, new)
     return result
+
+
+def _put_missing_parts(name: str, new: str) -> None:
+    """Save empty parts of the snapshot of all rows for ranks that have no chunk."""
+    parts = find_parts(folders_at([new])).parts_of(name)
+    for shard in missing_shards(parts) if parts else ():
+        _put_empty_part(parts[0], shard, new)
 
 
 def _meta_for(found: FoundParts, folder: str) -> dict[str, Any]:

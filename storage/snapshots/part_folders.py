@@ -29,7 +29,7 @@ from oneemb.storage.snapshots.snapshot_parts import (
 )
 from oneemb.storage.snapshots.unfinished import drop_unwritten, mark, marks_at, unmark
 from oneemb.storage.table.check import CheckResult, SnapshotCheck, check_table
-from oneemb.storage.table.delta import GONE, gone_keys
+from oneemb.storage.table.delta import GONE, Delta, gone_keys
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_reader import SnapshotReader
 
@@ -240,6 +240,7 @@ def check_parts(
         result = check_table(path, fs=fs, progress=progress)
         result.problems += [one for one in _broken_chains(found, fs) if one not in result.problems]
         result.left_over = left_over
+        add_lost_parents(found, result.by_snapshot)
         return result
     result = CheckResult()
     for folder in found.folders:
@@ -253,11 +254,16 @@ def check_parts(
         result.unreadable += one.unreadable
         add_to_whole(found, folder, one.by_snapshot, result.by_snapshot)
     result.left_over = [leftover_text(part) for part in found.leftovers()] + left_over
-    for parts in found.incomplete():
+    incomplete = found.incomplete()
+    if incomplete:  # A writer may have deleted them since.
+        still = {parts[0].group for parts in look_at([path], fs).incomplete()}
+        incomplete = [parts for parts in incomplete if parts[0].group in still]
+    for parts in incomplete:
         result.problems.append(incomplete_text(parts))
         lost = SnapshotCheck(unreadable=[f"part {shard}" for shard in missing_shards(parts)], whole=False)
         result.by_snapshot.setdefault(parts[0].whole.name, SnapshotCheck()).add(lost)
     result.problems += [one for one in _broken_chains(found, fs) if one not in result.problems]
+    add_lost_parents(found, result.by_snapshot)
     result.snapshots = [snapshot.name for snapshot in found.snapshots()]
     return result
 
@@ -272,9 +278,32 @@ def add_to_whole(
         by_snapshot.setdefault(whole_name.get(name, guess), SnapshotCheck()).add(report)
 
 
+def add_lost_parents(found: FoundParts, by_snapshot: dict[str, SnapshotCheck]) -> None:
+    """Note in the report of each delta that its parent, without which it cannot be loaded, is missing or is not
+    whole."""
+    names = {part.info.identity: part.whole.name for part in found.parts}
+    for part in sorted(found.parts, key=lambda part: part.info.sequence):  # Parents come first.
+        delta, report = Delta.of_meta(part.info.meta, part.info.name), by_snapshot.get(part.whole.name)
+        if delta is None or report is None:
+            continue
+        parent = by_snapshot.get(names.get(delta.identity, ""))
+        if parent is None or "file" in parent.unreadable or parent.missing_parent:
+            lost = f"parent {delta.since!r}"
+        elif not parent.whole:
+            lost = f"rows of parent {delta.since!r}"
+        else:
+            continue
+        report.whole = False
+        if lost not in report.unreadable:
+            report.unreadable.append(lost)
+
+
 def _broken_chains(found: FoundParts, fs: FileSystem | None) -> list[str]:
     """Problems of deltas: snapshots that cannot be loaded, and damaged lists of keys that are gone."""
     broken = found.broken()
+    if broken:  # A writer may have deleted them since.
+        again = look_at(found.folders, fs).broken()
+        broken = {name: reason for name, reason in broken.items() if name in again}
     problems = list(broken.values())
     for snapshot in [one for one in found.snapshots() if one.name not in broken]:
         try:

@@ -37,7 +37,8 @@ class SnapshotCheck:
         rows: number of its rows, lost ones included.
         lost: {table: number of its rows that cannot be read}.
         lost_unknown: number of rows that cannot be read, and whose tables cannot be told.
-        unreadable: what cannot be read as a whole: "file", or names of arrays.
+        unreadable: what cannot be read as a whole: "file", names of arrays, "part 1" of ranks; and what a delta lacks:
+            "parent 'base'", or "rows of parent 'base'".
         whole: whether nothing of it is lost.
     """
 
@@ -51,6 +52,11 @@ class SnapshotCheck:
     def rows_lost(self) -> int:
         """Number of rows that cannot be read."""
         return sum(self.lost.values()) + self.lost_unknown
+
+    @property
+    def missing_parent(self) -> bool:
+        """Whether the snapshot is a delta that cannot be loaded, since one of its ancestors is missing."""
+        return any(what.startswith("parent ") for what in self.unreadable)
 
     def add(self, other: "SnapshotCheck") -> None:
         """Add another part of the same snapshot."""
@@ -123,13 +129,14 @@ class _Check:
     def __init__(self, fs: FileSystem, path: str, progress: _Progress | None, leftovers: Collection[str]):
         self._fs, self._path, self._progress, self._leftovers = fs, path, progress, leftovers
         self._files = SnapshotFiles(fs, f"{path}/snapshots")
+        self._records: list[SnapshotRecord] = []
         self._sequence: dict[str, int] = {}
         self._damaged: dict[int, ChunkState] = {}
         self._done = self._total = 0
         self.result = CheckResult()
 
     def run(self) -> None:
-        records = []
+        records = self._records
         for name in self._files.names():
             if name in self._leftovers:
                 self.result.unneeded.append(self._files.path(name))
@@ -162,11 +169,21 @@ class _Check:
 
     def _check_chunk(self, geometry: Geometry, part: ChunkPart, names: list[str]) -> None:
         """Compare a chunk with its checksums. `names` are the snapshots that need the chunk."""
-        state = examine_chunk(
-            self._fs, f"{self._path}/chunks", geometry, part, lambda error: self._problem(error, names), self._read
-        )
-        if not state.intact:
-            self._damaged[part.number] = state
+        problems: list[StorageError] = []
+        state = examine_chunk(self._fs, f"{self._path}/chunks", geometry, part, problems.append, self._read)
+        if state.intact:
+            return
+        self._damaged[part.number] = state
+        there = [name for name in names if not self._gone(name)]
+        if there and len(there) < len(names):
+            # A writer has deleted a snapshot since, and may have cut off what only this snapshot needed.
+            longest = longest_parts([record for record in self._records if record.info.name in there])[part.number]
+            if longest[1].keys_bytes < part.keys_bytes:
+                del self._damaged[part.number]
+                self._check_chunk(*longest, there)
+                return
+        for error in problems if there else ():
+            self.result.problems.append(str(error))
 
     def _check_snapshot(self, record: SnapshotRecord) -> None:
         """Check the lists of rows and the arrays of a snapshot, and that no key is in the snapshot twice. Counts the
@@ -208,8 +225,8 @@ class _Check:
         found.whole &= not found.rows_lost and not found.unreadable
         if not self._gone(name):
             self.result.by_snapshot[name] = found
-        self.result.snapshots.append(name)
-        self.result.rows += record.info.rows
+            self.result.snapshots.append(name)
+            self.result.rows += record.info.rows
 
     def _keys_of(
         self, record: SnapshotRecord, part: ChunkPart, found: SnapshotCheck

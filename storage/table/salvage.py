@@ -73,7 +73,7 @@ def salvage_table(
 
     Raises:
         StorageError: there is no table, or a file call fails in a way that does not show damage to the table.
-        CorruptTableError: no chunk can be read, for `unlisted`.
+        CorruptTableError: there are chunks, and none can be read, for `unlisted`.
     """
     fs = fs or LocalFileSystem()
     need_table(fs, path)
@@ -108,7 +108,8 @@ class _Salvage:
                 self.result.by_snapshot[name] = SnapshotCheck(unreadable=["file"], whole=False)
         needed = needed_bytes(records)
         if unlisted is not None:
-            records.append(unlisted_rows(self._fs, self._path, *unlisted, records, self._problem))
+            every_row = unlisted_rows(self._fs, self._path, *unlisted, records, self._problem)
+            records += [] if every_row is None else [every_row]
         longest = longest_parts(records)
         self._total = sum(part.blocks * geometry.block_bytes for geometry, part in longest.values())
         for number, (geometry, part) in sorted(longest.items()):

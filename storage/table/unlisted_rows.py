@@ -28,8 +28,9 @@ from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotInfo, Snap
 def unlisted_rows(
     fs: FileSystem, path: str, name: str, identity: str, other_meta: Mapping[str, Any], known: list[SnapshotRecord],
     problem: Callable[[StorageError], None],
-) -> SnapshotRecord:  # fmt: skip
-    """A snapshot, not saved yet, of the newest version of each row in the chunks of a table.
+) -> SnapshotRecord | None:  # fmt: skip
+    """A snapshot, not saved yet, of the newest version of each row in the chunks of a table. None if the table has no
+    chunk, and no snapshot that can be read describes its rows.
 
     Args:
         name, identity: of the new snapshot.
@@ -39,11 +40,13 @@ def unlisted_rows(
         problem: called with an error for each chunk that cannot be used.
 
     Raises:
-        CorruptTableError: no file of a chunk can be read.
+        CorruptTableError: there are chunks, and no file of any can be read.
     """
     with doing("list", f"{path}/chunks"):
         numbers = sorted(set(chunk_numbers(fs.names(f"{path}/chunks")).values()))
     newest = max(known, key=lambda record: record.info.sequence, default=None)
+    if newest is None and not numbers:
+        return None
     geometry = _geometry(fs, path, numbers) if newest is None else newest.geometry
     meta = (_damaged_meta(fs, f"{path}/snapshots") or other_meta) if newest is None else newest.info.meta
     parts: list[ChunkPart] = []
