@@ -183,7 +183,7 @@ class Bringing:
         # The file of the snapshot moves to the folder of snapshots last: it makes the snapshot complete.
         beside = f"{folder}/coming/{os.path.basename(snapshot.path)}"
         self._fs.make_directories(os.path.dirname(beside))
-        self._write(snapshot, beside)
+        self._write(snapshot, beside, [f"{there}/{snapshot.path}"] if there else [])
         record = SnapshotFiles(self._fs, f"{folder}/coming").read(part.table_name)
         geometry, known = record.geometry, {chunk.number: chunk for chunk in record.parts}
         for file in sorted(chunks, key=lambda file: not file.path.endswith(".keys")) if needs_chunks else ():
