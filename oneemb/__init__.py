@@ -83,7 +83,7 @@ _WHERE |= {
     "ServerError": "oneemb.storage.remote.parameter_server",
     "ServerTimeoutError": "oneemb.storage.remote.parameter_server",
 }
-_SUBMODULES = ("nn", "optim", "options", "policies")
+_SUBMODULES = ("data", "nn", "optim", "options", "policies")
 
 __all__ = [*_WHERE, *_SUBMODULES]  # noqa: PLE0604 - all of them are strings
 

@@ -1,6 +1,6 @@
 """Public names for editors and type checkers; the package itself loads each name when it is first used."""
 
-from oneemb import nn as nn, optim as optim, options as options, policies as policies
+from oneemb import data as data, nn as nn, optim as optim, options as options, policies as policies
 from oneemb.checkpoints.folders import release as release
 from oneemb.checkpoints.named_snapshot import snapshot_name as snapshot_name
 from oneemb.embeddings.averaged import AveragedEmbedding as AveragedEmbedding

@@ -1,0 +1,91 @@
+"""Reads the pieces of a source in order and converts them, on threads if there are some."""
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oneemb.data.columns import Chunk, Column, Convert, cut
+from oneemb.data.source import Piece, Position, Source
+
+_END: Any = object()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows begin to end of a chunk."""
+
+    chunk: Chunk
+    begin: int
+    end: int
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.end - self.begin
+
+    @property
+    def bad_N(self) -> np.ndarray:
+        """Mask of bad rows."""
+        return self.chunk.bad_N[self.begin : self.end]
+
+    def column(self, name: str, number: int) -> Column:
+        """Rows of a column."""
+        return cut(self.chunk.columns[name][number], self.begin, self.end)
+
+
+class ChunkReader:
+    """Rows of a source from a position on.
+
+    Args:
+        columns: names of the columns that are read.
+        executor: threads that convert; None = the calling thread.
+        ahead: number of pieces that are read ahead for the threads.
+    """
+
+    def __init__(
+        self, source: Source, position: Position, columns: Sequence[str], convert: Convert, executor: Executor | None,
+        ahead: int,
+    ):  # fmt: skip
+        self.position = position
+        """Position behind the rows taken so far."""
+        self.ended = False
+        """Whether the source has ended and all its rows are taken."""
+        self._pieces: Any = source.read(position, columns)
+        self._convert, self._executor, self._ahead = convert, executor, ahead
+        self._coming: deque[Chunk | Future[Chunk]] = deque()
+        self._chunk: Chunk | None = None
+        self._row = 0
+        self._has_read_all = False
+
+    def next_part(self, rows_max: int) -> Part | None:
+        """The next rows, at most so many; None = there are none now, or the source has ended."""
+        while self._chunk is None or self._row == len(self._chunk.bad_N):
+            self._read_ahead()
+            if not self._coming:
+                self.ended = self._has_read_all
+                return None
+            chunk = self._coming.popleft()
+            self._chunk, self._row = chunk.result() if isinstance(chunk, Future) else chunk, 0
+        begin, end = self._row, min(self._row + rows_max, len(self._chunk.bad_N))
+        self._row, self.position = end, self._chunk.piece.at(end)
+        return Part(self._chunk, begin, end)
+
+    def _read_ahead(self) -> None:
+        while not self._has_read_all and len(self._coming) <= self._ahead:
+            piece: Piece | None = next(self._pieces, _END)
+            self._has_read_all = piece is _END
+            if piece is _END or piece is None:
+                return
+            if self._executor is None:
+                self._coming.append(self._convert(piece))
+            else:
+                self._coming.append(self._executor.submit(self._convert, piece))
+
+    def close(self) -> None:
+        """Close the source's files and connections."""
+        if isinstance(self._pieces, Generator):
+            self._pieces.close()

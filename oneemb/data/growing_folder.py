@@ -1,0 +1,128 @@
+"""A folder to which Parquet and Arrow files are added."""
+
+import os
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from oneemb.data.files import files_of
+from oneemb.data.row_groups import RowGroups, file_identity
+from oneemb.data.source import (
+    POLL_S,
+    ChangedSourceError,
+    Piece,
+    Position,
+    read_stretches,
+    share_stretches,
+)
+
+_FIRST = ["", 0, 0, ""]
+"""Place before all files: name of a file, row group, row, identity of the file."""
+
+
+class GrowingFolder:
+    """Rows of Parquet and Arrow files in the order of the files' names, those of files that are added later too.
+
+    The name of a new file must sort behind the names of all files before it, and the file must be whole when it gets
+    its name: write it under another one, and rename it. A file that was read may be deleted; but a file stays as long
+    as a checkpoint that is to be resumed needs it. Ranks share row groups by a checksum of file name and number.
+
+    Args:
+        pattern: pattern such as "clicks/*.parquet".
+    """
+
+    is_live = True
+
+    def __init__(self, pattern: str | os.PathLike[str]):
+        self.name = os.fspath(pattern)
+
+    def identity(self) -> str:
+        return ""
+
+    def check(self, identity: str) -> None:
+        """Do nothing: a position has the identity of its file."""
+
+    def rows_of_ranks(self, position: Position) -> None:
+        return None
+
+    def begin(self, rank: int, world_size: int) -> Position:
+        return [[_FIRST, None, rank, world_size]]
+
+    def share(self, positions: Sequence[Position], rank: int, world_size: int) -> Position:
+        return share_stretches(positions, rank, world_size)
+
+    def read(self, position: Position, columns: Sequence[str]) -> Iterator[Piece | None]:
+        def stretch(at: Any, end: Any, rank: int, world_size: int) -> Iterator[Piece | None]:
+            known: set[str] = set()
+            while True:
+                files = self._files(at, known)
+                for name, path in files:
+                    yield from _read_file(name, path, at, end, rank, world_size, columns)
+                    at = [name, _ALL, 0, ""]
+                    if end is not None and name >= end[0]:
+                        return
+                if end is not None:
+                    raise self._gone(end[0])
+                yield None
+                time.sleep(POLL_S)
+
+        return read_stretches(position, stretch)
+
+    def _files(self, at: Any, known: set[str]) -> list[tuple[str, str]]:
+        """(name, path) of each file that may have rows behind a place; `known` gets the names of all files."""
+        files = files_of(self.name)
+        names = {name for name, _ in files}
+        late = sorted(name for name in names - known if name < at[0]) if known else []
+        if late:
+            raise ChangedSourceError(
+                f"new files of {self.name} must sort behind {at[0]}, up to which files were read, and {late[0]} does"
+                " not; rename it"
+            )
+        known |= names | {at[0]}
+        if at[0] and at[1] != _ALL and at[0] not in names:
+            raise self._gone(at[0])
+        return [(name, path) for name, path in files if (name, 0) >= (at[0], at[1] == _ALL)]
+
+    def _gone(self, name: str) -> ChangedSourceError:
+        return ChangedSourceError(
+            f"{name} of {self.name} must stay until the loader has read it, and is gone; restore it"
+        )
+
+
+def _read_file(
+    name: str, path: str, at: Any, end: Any, rank: int, world_size: int, columns: Sequence[str]
+) -> Iterator[Piece]:  # fmt: skip
+    identity = file_identity(path)
+    here: Any = at if at[0] == name else [name, 0, 0, identity]
+    if here[3] != identity:
+        raise ChangedSourceError(
+            f"{path} must be the file of the loader's position, {here[3]} (size, checksum), and is {identity};"
+            " restore it"
+        )
+    file = RowGroups(path)
+    try:
+        mine = [n for n in range(here[1], file.count) if zlib.crc32(f"{name}/{n}".encode()) % world_size == rank]
+        for group in mine:
+            begin, rows = here[2] if group == here[1] else 0, file.rows(group)
+            stop = rows
+            if end is not None and [name, group] >= end[:2]:
+                stop = end[2] if [name, group] == end[:2] else 0
+            for first, part in file.read(group, begin, stop, columns):
+                is_last = group == mine[-1] and first + len(part) == rows
+                yield _piece(name, path, group, first, part, identity, is_last)
+    finally:
+        file.close()
+
+
+def _piece(name: str, path: str, group: int, first: int, rows: Any, identity: str, is_last: bool) -> Piece:
+    def at(k: int) -> list[Any]:
+        if is_last and k == len(rows):
+            return [name, _ALL, 0, ""]  # The file may be deleted.
+        return [name, group, first + k, identity]
+
+    return Piece(rows, at, lambda k: f"{path}, row group {group}, row {first + k}")
+
+
+_ALL = 1 << 40
+"""Number of a row group behind all of a file."""
