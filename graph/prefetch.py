@@ -108,9 +108,9 @@ class PrefetchWorker(Generic[Batch]):
 
     def __init__(
         self, batches: Iterable[Batch], prepare: Callable[[Batch, Follow], Prepared], depth: int,
-        devices: Iterable[torch.device], at_end: Callable[[], object],
+        devices: Iterable[torch.device], at_end: Callable[[], object], stop: Callable[[], object] = lambda: None,
     ):  # fmt: skip
-        self._at_end = at_end
+        self._at_end, self._stop = at_end, stop
         self._batches: list[Iterable[Batch]] = [batches]  # empty once the thread iterates over the batches
         self._reader = batches if isinstance(batches, ReadAhead) else None
         self._prepare = prepare
@@ -199,6 +199,7 @@ class PrefetchWorker(Generic[Batch]):
         """End the thread. If an interrupt ends this call early, it may be called again."""
         self._closed = True
         self._permits.put(None)
+        self._stop()
         if self._reader is not None:
             self._reader.close()
         # Do not wait for a thread that has not begun, in a forked child (which has no such thread), or when the
@@ -255,6 +256,7 @@ def prefetch(
     at_end: Callable[[], object] = lambda: None,
     failing: Callable[[], AbstractContextManager[object]] = nullcontext,
     waited: Callable[[int], object] = lambda ns: None,
+    stop: Callable[[], object] = lambda: None,
 ) -> Generator[Result, None, None]:
     """Yield the result of `compute` for each batch; a thread loads and prepares up to `depth` batches ahead.
 
@@ -266,8 +268,9 @@ def prefetch(
         at_end: called when the thread loads no more batches, also if the thread never runs; perhaps called twice.
         failing: returns a context manager for the loop, which sees the loop's errors before the thread has ended.
         waited: called with the nanoseconds that the loop has waited for each batch.
+        stop: called when no more batches are needed; the loader may wait for data then. Perhaps called twice.
     """
-    worker = PrefetchWorker(batches, prepare, depth, devices, at_end)
+    worker = PrefetchWorker(batches, prepare, depth, devices, at_end, stop)
     # From here on only the thread holds the loader's iterator.
     del batches
     try:

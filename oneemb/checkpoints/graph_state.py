@@ -336,7 +336,8 @@ def restore_dense(graph: CompiledGraph, train: TrainState, state: State, ranks: 
     train.drop_gradients(() if train.scaled_by is None else (train.scaled_by,))
     train.steps = state["steps"]
     all_ranks: list[State | Other] = [state, *others]
-    graph.at_loader_state(all_ranks[ranks.rank].get("loader") if ranks.size == len(all_ranks) else None)
+    states = [one.get("loader") for one in all_ranks]
+    graph.at_loader_state(states[ranks.rank] if ranks.size == len(states) else None, None if None in states else states)
     restore_random([state["random"], *(own["random"] for own in others)], ranks)
 
 

@@ -45,15 +45,6 @@ class GrowingFile:
         self.name = os.fspath(path)
         self._schema = schema_of(schema, "GrowingFile")
 
-    def identity(self) -> str:
-        return ""
-
-    def check(self, identity: str) -> None:
-        """Do nothing: a position says which file it is of."""
-
-    def rows_of_ranks(self, position: Position) -> None:
-        return None
-
     def begin(self, rank: int, world_size: int) -> Position:
         return [[[0, 0, 0], None, rank, world_size]]
 
@@ -89,12 +80,13 @@ class GrowingFile:
                     mine_N = begin_N // _BLOCK % world_size == rank
                     if stop is not None:
                         mine_N &= begin_N < stop
+                    head = _head(file.fileno())  # before others can change the file
                     if mine_N.any():
                         texts = block[:whole].split(b"\n")
                         lines = texts[:-1] if mine_N.all() else [texts[n] for n in np.flatnonzero(mine_N)]
-                        yield self._piece(lines, begin_N[mine_N], end_N[mine_N], _head(file.fileno()), schema)
+                        yield self._piece(lines, begin_N[mine_N], end_N[mine_N], head, schema)
                     offset += whole
-                    at, size = [offset, *_head(file.fileno())], _BLOCK * 16
+                    at, size = [offset, *head], _BLOCK * 16
 
         return read_stretches(position, stretch)
 

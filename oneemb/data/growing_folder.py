@@ -37,15 +37,6 @@ class GrowingFolder:
     def __init__(self, pattern: str | os.PathLike[str]):
         self.name = os.fspath(pattern)
 
-    def identity(self) -> str:
-        return ""
-
-    def check(self, identity: str) -> None:
-        """Do nothing: a position has the identity of its file."""
-
-    def rows_of_ranks(self, position: Position) -> None:
-        return None
-
     def begin(self, rank: int, world_size: int) -> Position:
         return [[_FIRST, None, rank, world_size]]
 

@@ -38,15 +38,6 @@ class KafkaTopic:
         self._config = {"group.id": "oneemb", **config, "enable.auto.commit": False, "auto.offset.reset": "error"}
         self._schema = schema_of(schema, "KafkaTopic")
 
-    def identity(self) -> str:
-        return ""
-
-    def check(self, identity: str) -> None:
-        """Do nothing: the broker refuses offsets that are gone."""
-
-    def rows_of_ranks(self, position: Position) -> None:
-        return None
-
     def begin(self, rank: int, world_size: int) -> Position:
         consumer = self._kafka.Consumer(self._config)
         try:
@@ -88,7 +79,7 @@ class KafkaTopic:
                     some = list(group)
                     yield self._piece(some, partition, dict(offsets), schema)
                     offsets[partition] = some[-1].offset() + 1
-                if not messages:
+                if len(messages) < _MESSAGES:
                     yield None
         finally:
             consumer.close()

@@ -29,7 +29,7 @@ def schema_of(schema: Any, what: str) -> Any:
     for name, kind in schema.items():
         try:
             fields.append((name, kind if isinstance(kind, pa.DataType) else pa.type_for_alias(kind)))
-        except (ValueError, TypeError) as error:
+        except (ValueError, AttributeError) as error:
             raise ValueError(
                 f"{what}: the type of column {name!r} must be a pyarrow type or the name of one, such as"
                 f' "string", "int64", "float" or "bool", got {kind!r}; a list is pyarrow.list_(pyarrow.string())'

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ import torch
 from oneemb.data.chunks import ChunkReader, Part
 from oneemb.data.columns import Column, Spec, convert, cut, join, names_of, take, tensors
 from oneemb.data.loader_state import LoaderState, Window, read_states, share_windows
-from oneemb.data.source import ChangedSourceError, Position, Source
+from oneemb.data.source import ChangedSourceError, FixedSource, Position, Source
 
 _REREAD_S = 60.0
 """Seconds that a live source has to give rows that it has given before."""
@@ -49,7 +49,8 @@ class Loader:
         world_size: number of ranks that share the rows.
         workers: number of threads that hash and convert rows. 0 = the thread that iterates.
         bad_rows: "raise" an error that names the first bad row of a window, or "drop" bad rows and count them.
-        max_wait_s: seconds after which a live source's rows are given although they fill no batch, or no window.
+        max_wait_s: seconds after which rows of a live source that has no more now are given although they fill no
+            batch, or no window.
         end_after_s: seconds without a row after which a loop over a live source ends. None = it waits for ever, or
             until `stop`.
 
@@ -74,12 +75,13 @@ class Loader:
                 raise ValueError(f"{name} must be an int of at least {least}, got {number!r}")
         if bad_rows not in ("raise", "drop"):
             raise ValueError(f'bad_rows must be "raise" or "drop", got {bad_rows!r}')
+        self._names = names_of(columns)
         self.rank, self.world_size = _ranks(rank, world_size)
         self._source, self._batch_size, self._specs = source, batch_size, dict(columns)
+        self._fixed = None if source.is_live else cast(FixedSource, source)
         self._seed, self._is_shuffled, self._workers = seed, shuffle > 0, workers
         self._window_rows = -(-max(shuffle, 1) // batch_size) * batch_size
         self._drops, self._max_wait_s, self._end_after_s = bad_rows == "drop", max_wait_s, end_after_s
-        self._names = names_of(columns)
         self._state: LoaderState | None = None  # None = before the first batch; a loop opens the source.
         self._loops = 0
         self._stopped = threading.Event()
@@ -103,7 +105,8 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """State after the batch that was given last."""
-        return {**self._now().as_dict(), "source": self._source.identity(), "batch_size": self._batch_size}
+        identity = "" if self._fixed is None else self._fixed.identity()
+        return {**self._now().as_dict(), "source": identity, "batch_size": self._batch_size}
 
     def load_state_dict(self, state: Any) -> None:
         """Go on behind the batch after which a state was taken.
@@ -125,9 +128,10 @@ class Loader:
                 f"the state must be one of rank {self.rank} of {self.world_size}, got one of rank {states[0].rank} of"
                 f" {size}; pass the list of the states of all ranks, graph.loader_states"
             )
-        if states[0].batches is not None and first["batch_size"] != self._batch_size:
-            raise ValueError(f"batch_size must be {first['batch_size']}, as in the state, got {self._batch_size}")
-        self._source.check(first["source"])
+        if self._fixed is not None:
+            if first["batch_size"] != self._batch_size:
+                raise ValueError(f"batch_size must be {first['batch_size']}, as in the state, got {self._batch_size}")
+            self._fixed.check(first["source"])
         self._loops += 1
         self._state = mine[0] if mine else self._share(states)
 
@@ -160,15 +164,15 @@ class Loader:
     def _counted(self, state: LoaderState, windows: Sequence[Sequence[Window]]) -> LoaderState:
         """The state with the numbers of rows and of batches that this rank gives in the epoch: all ranks give equally
         many batches, so that none of them waits for another."""
-        rows_R = self._source.rows_of_ranks(state.next)
-        if rows_R is None:
+        if self._fixed is None:
             return state
+        rows_R = self._fixed.rows_of_ranks(state.next)
         left_R = [[one.end - one.begin for one in open] + [rows] for open, rows in zip(windows, rows_R, strict=True)]
         batches = max(sum(-(-rows // self._batch_size) for rows in left) for left in left_R)
         if min(map(sum, left_R)) < batches:
             raise ValueError(
                 f"{self._source.name} must have rows for {batches} batches on each of {self.world_size} ranks, and one"
-                f" rank has {min(map(sum, left_R))} rows left; train on fewer ranks, or with smaller batches"
+                f" rank has {min(map(sum, left_R))} rows left; train on fewer ranks, or in larger batches"
             )
         return replace(state, batches=batches, rows=sum(left_R[self.rank]))
 
@@ -239,7 +243,7 @@ class Loader:
                 is_quiet = part is None and self._end_after_s is not None and now - since >= self._end_after_s
                 if self._stopped.is_set() or is_quiet and not parts:
                     return [], None
-                if parts and (is_quiet or now >= give_at):
+                if part is None and parts and (is_quiet or now >= give_at):
                     break
         key = [self._seed, state.epoch, self.rank, state.number] if self._is_shuffled else []
         return parts, Window(spans, key, 0, rows) if parts else None

@@ -13,7 +13,6 @@ from typing import Any
 from oneemb.data.lines import parse_json, parse_strings, schema_of
 from oneemb.data.source import (
     POLL_S,
-    BadRowError,
     ChangedSourceError,
     Piece,
     Position,
@@ -46,15 +45,6 @@ class RedisStream:
         self._url, self._key, self._json_field = url, key, json_field
         self._schema = schema_of(schema, "RedisStream")
         self.name = f"stream {key!r} of {url.rpartition('@')[2]}"
-
-    def identity(self) -> str:
-        return ""
-
-    def check(self, identity: str) -> None:
-        """Do nothing: each answer says whether the stream still has the entries behind the position."""
-
-    def rows_of_ranks(self, position: Position) -> None:
-        return None
 
     def begin(self, rank: int, world_size: int) -> Position:
         return [[[0, 0, -1], None, rank, world_size]]
@@ -158,9 +148,9 @@ class RedisStream:
             columns = {name: [row.get(name.encode()) for row in rows] for name in wanted}
         if self._json_field is None:
             return parse_strings({name: columns.get(name, [None] * len(fields)) for name in schema.names}, schema)
-        if self._json_field not in columns:
-            raise BadRowError(f"{self.name}: entries must have the field {self._json_field!r}, and have {names}")
-        return parse_json([text or b"" for text in columns[self._json_field]], schema)
+        texts = columns.get(self._json_field, [None] * len(fields))
+        table, bad = parse_json([text or b"" for text in texts], schema)
+        return table, {row: why if texts[row] else f"it has no field {self._json_field!r}" for row, why in bad.items()}
 
 
 def _numbers(entry_id: bytes) -> list[int]:

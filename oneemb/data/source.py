@@ -50,7 +50,7 @@ class Source(Protocol):
     name: str
     """Name for errors."""
     is_live: bool
-    """Whether more rows may come. Otherwise a loop over the loader is one epoch."""
+    """Whether more rows may come. False = a `FixedSource`, and a loop over the loader is one epoch."""
 
     def begin(self, rank: int, world_size: int) -> Position:
         """Position before the first row of a rank."""
@@ -62,11 +62,15 @@ class Source(Protocol):
         """Yield the rows from a position on. A live source yields None when there are no rows now, at least each
         `POLL_S` seconds, and does not end unless the position has an end."""
 
-    def rows_of_ranks(self, position: Position) -> list[int] | None:
-        """Rows of each rank from `begin` or `share` on; None = unknown, as of every live source."""
+
+class FixedSource(Source, Protocol):
+    """Source whose rows are all known; `is_live` is False."""
+
+    def rows_of_ranks(self, position: Position) -> list[int]:
+        """Rows of each rank from `begin` or `share` on."""
 
     def identity(self) -> str:
-        """Text that says which rows the source has; "" if its positions say so themselves."""
+        """Text that says which rows the source has."""
 
     def check(self, identity: str) -> None:
         """Raise ChangedSourceError if rows are not those of the source that had this identity."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from oneemb.data.loader import Loader
 from oneemb.embeddings.embedding import embeddings_of
 from oneemb.graph import ops
 from oneemb.graph.hidden_frames import hide_frames
@@ -93,6 +94,7 @@ class LoaderLoops(GraphViews):
         super().__init__()
         self._position = LoaderPosition()
         """Loader position of the loop that was begun last."""
+        self._loaded_states: list[Any] | None = None
         self._called_by: LoaderPosition | None = None
         """Position of a loop without thread that is about to call the graph; None = the next call is not a loop's."""
         self._connections: list[tuple[object, Ranks]] = []
@@ -166,17 +168,17 @@ class LoaderLoops(GraphViews):
         if not (ranks.alone and prefetch_depth) or torch.cuda.is_initialized():
             lookahead = 0
         self._position = position = LoaderPosition(self._position.state)
+        stop = loader.stop if isinstance(loader, Loader) else lambda: None
         if ranks.alone:
-            return Loop(
-                self._loop(self._read(position.read(loader), lookahead), prefetch_depth, ranks, position), loader
-            )
+            batches = self._read(position.read(loader), lookahead)
+            return Loop(self._loop(batches, prefetch_depth, ranks, position, stop), loader)
         together: list[Together] = []
         try:
             with whole_exchange():  # An interrupt waits until it can be reported to the ranks, which start the loop.
                 ahead = self._connect(ranks)
                 left = functools.partial(self._connections.append, (ranks.group, ahead))
                 together.append(Together(ahead, position.read(loader), left))
-            return Loop(self._loop(together[0], prefetch_depth, ahead, position), loader)
+            return Loop(self._loop(together[0], prefetch_depth, ahead, position, stop), loader)
         except BaseException:
             for one in together:
                 one.leave()
@@ -222,16 +224,22 @@ class LoaderLoops(GraphViews):
 
         A checkpoint holds this state, and `load` restores it: after `loader.load_state_dict(graph.loader_state)` a new
         loop continues with the next batch. Each rank has its own state; it is None after a load of a checkpoint from
-        another number of ranks.
+        another number of ranks, whose states are in `loader_states`.
         """
         return self._position.state
 
-    def at_loader_state(self, state: Any) -> None:
+    @property
+    def loader_states(self) -> list[Any] | None:
+        """States of the loaders of all ranks in the checkpoint loaded last, in the order of ranks; None = no checkpoint
+        was loaded, or a rank had no state. `oneemb.data.Loader.load_state_dict` takes them on any number of ranks."""
+        return self._loaded_states
+
+    def at_loader_state(self, state: Any, states: list[Any] | None = None) -> None:
         """Set `loader_state` to the state in a checkpoint; the next batch that a loop trains replaces it."""
-        self._position.state = state
+        self._position.state, self._loaded_states = state, states
 
     def _loop(
-        self, loader: Iterable[Any], depth: int, ranks: AnyRanks, position: LoaderPosition
+        self, loader: Iterable[Any], depth: int, ranks: AnyRanks, position: LoaderPosition, stop: Callable[[], object]
     ) -> Generator[Any, None, None]:  # fmt: skip
         leave = loader.leave if isinstance(loader, Together) else lambda: None
         if isinstance(loader, ReadAhead):
@@ -242,7 +250,7 @@ class LoaderLoops(GraphViews):
             # `failing` reports an error before this rank waits for its thread, which may wait for other ranks.
             failing = self._failing_together
             yield from prefetch(
-                loader, prepare, self._compute_prepared, depth, devices, leave, failing, self._stats.waited
+                loader, prepare, self._compute_prepared, depth, devices, leave, failing, self._stats.waited, stop
             )
             position.ended()
             return
