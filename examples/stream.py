@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import urllib.parse
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,7 @@ import torch
 
 import oneemb
 
-FIELDS = ("user", "item", "device", "hour")
 FULL_EVERY = 8  # saves: the others are deltas
-BEGIN: dict[str, Any] = {"file": "", "batch": 0, "saves": 0}
 
 
 # ---- the stream ------------------------------------------------------------------------------------------------------
@@ -54,18 +51,14 @@ def write(folder: Path, files: int, clicks: int, seed: int = 0) -> None:
         temporary.rename(folder / f"{number:06}.parquet")  # A reader never sees half a file.
 
 
-def batches(folder: Path, file: str, batch: int, size: int) -> Iterator[tuple[str, int, pyarrow.RecordBatch]]:
-    """Batches of a stream after `batch` batches of a file, each with its position."""
-    for path in sorted(folder.glob("*.parquet")):
-        if path.name < file:
-            continue
-        for number, clicks in enumerate(pyarrow.parquet.ParquetFile(path).iter_batches(size), 1):
-            if path.name > file or number > batch:
-                yield path.name, number, clicks
+def loader_of(folder: Path, size: int) -> oneemb.data.Loader:
+    """Batches of a stream, up to the end of what is there."""
+    columns = {"ids": oneemb.data.Ids("user", "item", ("device", "hour")), "label": "click"}
+    return oneemb.data.Loader(oneemb.data.GrowingFolder(folder / "*.parquet"), size, columns, end_after_s=0)
 
 
-def ids_of(user: Any, item: Any, device: Any, hour: Any) -> torch.Tensor:
-    """int64 [B, 3]: user, item, and the cross of device and hour. Columns are Arrow's in training, lists in serving."""
+def ids_of(user: list[str], item: list[str], device: list[str], hour: list[int]) -> torch.Tensor:
+    """int64 [B, 3]: the ids of a batch, for requests to a server."""
     return torch.stack([oneemb.hash_ids(user), oneemb.hash_ids(item), oneemb.hash_ids(device, hour)], 1)
 
 
@@ -97,30 +90,32 @@ def train(stream: Path, job: Path, size: int, save_every: int) -> None:
     torch.set_num_threads(1)  # A sum's bits depend on how many threads share it.
     model = ClickModel(job / "rows")
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
-    at = BEGIN
+    loader, at = loader_of(stream, size), {"batches": 0, "saves": 0}
     if (job / "model.pt").exists():
         state = torch.load(job / "model.pt")
         model.load_state_dict(state["model"])  # loads the snapshot that it names, with the deltas before it
         optimizer.load_state_dict(state["optimizer"])
+        loader.load_state_dict(state["loader"])
         at = state["at"]
     trained = 0
-    for file, batch, clicks in batches(stream, at["file"], at["batch"], size):
-        ids, label = ids_of(*(clicks[name] for name in FIELDS)), torch.tensor(clicks["click"].to_pylist()).float()
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(ids), label)
+    for batch in loader:
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(batch["ids"]), batch["label"])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        print(f"{file} batch {batch}: loss {loss.item()!r}", flush=True)
-        at, trained = {**at, "file": file, "batch": batch}, trained + 1
+        at, trained = {**at, "batches": at["batches"] + 1}, trained + 1
+        print(f"batch {at['batches']}: loss {loss.item()!r}", flush=True)
         if trained % save_every == 0:
-            at = save(job, model, optimizer, at)
+            at = save(job, model, optimizer, loader, at)
     if trained % save_every:
-        save(job, model, optimizer, at)
+        save(job, model, optimizer, loader, at)
     model.rows.close()
 
 
-def save(job: Path, model: ClickModel, optimizer: torch.optim.Optimizer, at: dict[str, Any]) -> dict[str, Any]:
-    """Save rows as a snapshot or as a delta, then the checkpoint that names it. Returns the position with it."""
+def save(
+    job: Path, model: ClickModel, optimizer: torch.optim.Optimizer, loader: oneemb.data.Loader, at: dict[str, int]
+) -> dict[str, int]:
+    """Save rows as a snapshot or as a delta, then the checkpoint that names it. Returns the counts with it."""
     number, rows = at["saves"] + 1, model.rows
     # A killed trainer may have left a snapshot that no checkpoint names, so it is overwritten.
     if number % FULL_EVERY == 1:
@@ -130,7 +125,8 @@ def save(job: Path, model: ClickModel, optimizer: torch.optim.Optimizer, at: dic
     at = {**at, "saves": number}
     temporary = job / "model.tmp"
     with open(temporary, "wb") as file:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "at": at}, file)
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
+        torch.save({**states, "at": at}, file)
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(job / "model.pt")

@@ -72,7 +72,9 @@ _WHERE |= {
             "UnsavedRowsWarning",
         )  # fmt: skip
     },
+    "BadRowError": "oneemb.data.source",
     "BuildError": "oneemb.graph.build_error",
+    "ChangedSourceError": "oneemb.data.source",
     "pull": "oneemb.storage.objects.pull",
     "push": "oneemb.storage.objects.push",
     "DriverError": "oneemb.kernels.cuda_driver",

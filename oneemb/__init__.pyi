@@ -3,6 +3,7 @@
 from oneemb import data as data, nn as nn, optim as optim, options as options, policies as policies
 from oneemb.checkpoints.folders import release as release
 from oneemb.checkpoints.named_snapshot import snapshot_name as snapshot_name
+from oneemb.data.source import BadRowError as BadRowError, ChangedSourceError as ChangedSourceError
 from oneemb.embeddings.averaged import AveragedEmbedding as AveragedEmbedding
 from oneemb.embeddings.embedding import (
     MultiTableEmbedding as MultiTableEmbedding,

@@ -14,6 +14,7 @@ from typing import Any
 
 from oneemb.data.row_groups import RowGroups, file_identity
 from oneemb.data.source import ChangedSourceError, Piece, Position
+from oneemb.kernels.extras import need
 
 Stretch = tuple[int, int, int]
 """(number of a row group in the set, first row, end)."""
@@ -34,6 +35,7 @@ class Files:
     is_live = False
 
     def __init__(self, *paths: str | os.PathLike[str]):
+        need("pyarrow", "Files", "parquet")
         self.name = ", ".join(os.fspath(path) for path in paths)
         found = dict.fromkeys(file for path in paths for file in files_of(os.fspath(path)))
         self._names, self.paths = [name for name, _ in found], [path for _, path in found]

