@@ -8,14 +8,14 @@
 README.md explains windows, positions and ranks.
 """
 
-from oneemb.data.columns import Ids, Jagged, Numbers
+from oneemb.data.columns import Ids, Lists, Numbers
 from oneemb.data.files import Files
 from oneemb.data.growing_file import GrowingFile
 from oneemb.data.growing_folder import GrowingFolder
 from oneemb.data.kafka_topic import KafkaTopic
 from oneemb.data.loader import Loader
 from oneemb.data.redis_stream import RedisStream
-from oneemb.data.source import BadRowError, ChangedSourceError, Piece, Source
+from oneemb.data.source import BadRowError, ChangedSourceError, DataSource, Piece
 
 __all__ = [
     "BadRowError",
@@ -24,11 +24,11 @@ __all__ = [
     "GrowingFile",
     "GrowingFolder",
     "Ids",
-    "Jagged",
+    "Lists",
     "KafkaTopic",
     "Loader",
     "Numbers",
     "Piece",
     "RedisStream",
-    "Source",
+    "DataSource",
 ]

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from oneemb.data.columns import Chunk, Column, Convert, cut
-from oneemb.data.source import Piece, Position, Source
+from oneemb.data.source import DataSource, Piece, Position
 
 _END: Any = object()
 
 
 @dataclass(frozen=True)
-class Part:
+class RowRange:
     """Rows begin to end of a chunk."""
 
     chunk: Chunk
@@ -47,8 +47,8 @@ class ChunkReader:
     """
 
     def __init__(
-        self, source: Source, position: Position, columns: Sequence[str], convert: Convert, executor: Executor | None,
-        ahead: int,
+        self, source: DataSource, position: Position, columns: Sequence[str], convert: Convert,
+        executor: Executor | None, ahead: int,
     ):  # fmt: skip
         self.position = position
         """Position behind the rows taken so far."""
@@ -61,7 +61,7 @@ class ChunkReader:
         self._row = 0
         self._has_read_all = False
 
-    def next_part(self, rows_max: int) -> Part | None:
+    def next_part(self, rows_max: int) -> RowRange | None:
         """The next rows, at most so many; None = there are none now, or the source has ended."""
         while self._chunk is None or self._row == len(self._chunk.bad_N):
             self._read_ahead()
@@ -72,7 +72,7 @@ class ChunkReader:
             self._chunk, self._row = chunk.result() if isinstance(chunk, Future) else chunk, 0
         begin, end = self._row, min(self._row + rows_max, len(self._chunk.bad_N))
         self._row, self.position = end, self._chunk.piece.at(end)
-        return Part(self._chunk, begin, end)
+        return RowRange(self._chunk, begin, end)
 
     def _read_ahead(self) -> None:
         while not self._has_read_all and len(self._coming) <= self._ahead:

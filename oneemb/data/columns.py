@@ -43,7 +43,7 @@ class Numbers:
         self.names, self.missing = _names(self, columns), missing
 
 
-class Jagged:
+class Lists:
     """(values [X], offsets int64 [B * T + 1]) of T columns of lists: the bags of a lookup with `offsets`.
 
     Bag p holds values[offsets[p]:offsets[p + 1]], and belongs to sample p // T and column p % T. Values are int64 ids
@@ -59,7 +59,7 @@ class Jagged:
         self.names, self.max_length, self.missing = _names(self, columns), max_length, missing
 
 
-Spec = Ids | Numbers | Jagged | str
+Spec = Ids | Numbers | Lists | str
 
 
 def names_of(specs: Mapping[str, Spec]) -> list[str]:
@@ -69,7 +69,7 @@ def names_of(specs: Mapping[str, Spec]) -> list[str]:
         TypeError: `specs` is no dict of columns.
     """
     if not isinstance(specs, Mapping) or not all(
-        isinstance(spec, Ids | Numbers | Jagged | str) for spec in specs.values()
+        isinstance(spec, Ids | Numbers | Lists | str) for spec in specs.values()
     ):
         raise TypeError(
             f'columns must be a dict such as {{"ids": oneemb.data.Ids("user"), "label": "click"}}, got {specs!r}'
@@ -83,14 +83,14 @@ def _names(spec: object, columns: Sequence[Any]) -> tuple[str, ...]:
     return tuple(columns)
 
 
-class Bags(NamedTuple):
+class ListColumn(NamedTuple):
     """Lists of N rows."""
 
     value_X: np.ndarray
     offset_N1: np.ndarray
 
 
-Column = np.ndarray | Bags
+Column = np.ndarray | ListColumn
 """Values of N rows, [N, ...], or their lists."""
 
 
@@ -217,11 +217,11 @@ class _Reader:
             types = ", ".join(str(array.type) for array in arrays)
             raise BadRowError(f"{self._piece.place(0)}: {name} must hold strings or integers, got {types}") from error
 
-    def bags(self, name: str, spec: Jagged) -> Bags:
+    def bags(self, name: str, spec: Lists) -> ListColumn:
         """Lists of a column."""
         array, types = self._array(name), self._pa.types
         if not any(kind(array.type) for kind in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
-            return Bags(self._values(array, name, np.arange(self.rows)), np.arange(self.rows + 1))
+            return ListColumn(self._values(array, name, np.arange(self.rows)), np.arange(self.rows + 1))
         if array.null_count:
             if not spec.missing:
                 self.flaw(~np.asarray(array.is_valid()), f"column {name!r} has no list")
@@ -230,7 +230,7 @@ class _Reader:
             self.flaw(length_N > spec.max_length, f"column {name!r} has a list of more than {spec.max_length} values")
         offset_N1 = np.concatenate([np.zeros(1, np.int64), np.cumsum(length_N)])
         values = self._pc.list_flatten(array)
-        return Bags(self._values(values, name, np.repeat(np.arange(self.rows), length_N)), offset_N1)
+        return ListColumn(self._values(values, name, np.repeat(np.arange(self.rows), length_N)), offset_N1)
 
     def _values(self, array: Any, name: str, row_X: np.ndarray) -> np.ndarray:
         """Ids or float32 numbers; `row_X` is the row of each."""
@@ -261,7 +261,7 @@ def cut(column: Column, begin: int, end: int) -> Column:
     if isinstance(column, np.ndarray):
         return column[begin:end]
     offset_N1 = column.offset_N1[begin : end + 1]
-    return Bags(column.value_X[offset_N1[0] : offset_N1[-1]], offset_N1 - offset_N1[0])
+    return ListColumn(column.value_X[offset_N1[0] : offset_N1[-1]], offset_N1 - offset_N1[0])
 
 
 def join(columns: Sequence[Column]) -> Column:
@@ -270,9 +270,9 @@ def join(columns: Sequence[Column]) -> Column:
         return columns[0]
     if isinstance(columns[0], np.ndarray):
         return np.concatenate(columns)
-    lengths = np.concatenate([np.diff(bags.offset_N1) for bags in columns if isinstance(bags, Bags)])
-    value_X = np.concatenate([bags.value_X for bags in columns if isinstance(bags, Bags)])
-    return Bags(value_X, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
+    lengths = np.concatenate([np.diff(bags.offset_N1) for bags in columns if isinstance(bags, ListColumn)])
+    value_X = np.concatenate([bags.value_X for bags in columns if isinstance(bags, ListColumn)])
+    return ListColumn(value_X, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
 
 
 def take(column: Column, row_B: np.ndarray) -> Column:
@@ -281,7 +281,7 @@ def take(column: Column, row_B: np.ndarray) -> Column:
         return column[row_B]
     begin_B, length_B = column.offset_N1[row_B], np.diff(column.offset_N1)[row_B]
     offset_B1 = np.concatenate([np.zeros(1, np.int64), np.cumsum(length_B)])
-    return Bags(column.value_X[_spread(begin_B, length_B, offset_B1)], offset_B1)
+    return ListColumn(column.value_X[_spread(begin_B, length_B, offset_B1)], offset_B1)
 
 
 def _spread(begin_B: np.ndarray, length_B: np.ndarray, offset_B1: np.ndarray) -> np.ndarray:
@@ -297,7 +297,7 @@ def tensors(columns: Mapping[str, Sequence[Column]]) -> dict[str, Any]:
 def _tensor(parts: Sequence[Column]) -> Any:
     if isinstance(parts[0], np.ndarray):
         return torch.from_numpy(parts[0])
-    bags = [part for part in parts if isinstance(part, Bags)]
+    bags = [part for part in parts if isinstance(part, ListColumn)]
     if len(bags) == 1:
         return torch.from_numpy(bags[0].value_X), torch.from_numpy(bags[0].offset_N1)
     length_BT = np.stack([np.diff(one.offset_N1) for one in bags], 1)

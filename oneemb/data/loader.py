@@ -21,10 +21,10 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 
-from oneemb.data.chunks import ChunkReader, Part
+from oneemb.data.chunks import ChunkReader, RowRange
 from oneemb.data.columns import Column, Spec, convert, cut, join, names_of, take, tensors
 from oneemb.data.loader_state import LoaderState, Window, read_states, share_windows
-from oneemb.data.source import ChangedSourceError, FixedSource, Position, Source
+from oneemb.data.source import ChangedSourceError, DataSource, FixedSource, Position
 
 _REREAD_S = 60.0
 """Seconds that a live source has to give rows that it has given before."""
@@ -42,7 +42,7 @@ class Loader:
         source: `Files`, or one of the live sources `GrowingFolder`, `GrowingFile`, `RedisStream` and `KafkaTopic`.
         batch_size: largest number of rows of a batch. The last batch of an epoch has fewer; so has one of a live source
             after `max_wait_s`, and one with bad rows that are dropped.
-        columns: {name in a batch: `Ids`, `Numbers`, `Jagged`, or the name of a column of numbers}.
+        columns: {name in a batch: `Ids`, `Numbers`, `Lists`, or the name of a column of numbers}.
         shuffle: number of rows that are read and permuted at a time. 0 = rows stay in order.
         seed: seed of the permutations. The same seed gives the same batches.
         rank: number of this rank. None = that of torch.distributed if it is initialized, otherwise 0.
@@ -65,7 +65,7 @@ class Loader:
     """
 
     def __init__(
-        self, source: Source, batch_size: int, columns: Mapping[str, Spec], *, shuffle: int = 0, seed: int = 0,
+        self, source: DataSource, batch_size: int, columns: Mapping[str, Spec], *, shuffle: int = 0, seed: int = 0,
         rank: int | None = None, world_size: int | None = None, workers: int = 0,
         bad_rows: Literal["raise", "drop"] = "raise", max_wait_s: float = 1.0, end_after_s: float | None = None,
     ):  # fmt: skip
@@ -221,9 +221,9 @@ class Loader:
         finally:
             reader.close()
 
-    def _read_window(self, reader: ChunkReader, state: LoaderState) -> tuple[list[Part], Window | None]:
+    def _read_window(self, reader: ChunkReader, state: LoaderState) -> tuple[list[RowRange], Window | None]:
         """Read a window, of fewer rows if no more come. None = the source has ended, or the loop is to end."""
-        parts: list[Part] = []
+        parts: list[RowRange] = []
         spans: list[list[Any]] = []
         rows = 0
         since = give_at = time.monotonic()
@@ -248,7 +248,7 @@ class Loader:
         key = [self._seed, state.epoch, self.rank, state.number] if self._is_shuffled else []
         return parts, Window(spans, key, 0, rows) if parts else None
 
-    def _read_again(self, window: Window, executor: Executor | None) -> list[Part]:
+    def _read_again(self, window: Window, executor: Executor | None) -> list[RowRange]:
         """Rows of a window that was read before. Fewer rows come only if the loop is to end."""
         parts = []
         for position, rows in window.spans:
@@ -267,7 +267,7 @@ class Loader:
         return parts
 
     def _batches(
-        self, parts: Sequence[Part], state: LoaderState
+        self, parts: Sequence[RowRange], state: LoaderState
     ) -> Iterator[tuple[dict[str, Any] | None, LoaderState]]:  # fmt: skip
         """Yield each batch of the first open window with the state behind it; None in place of a batch without rows."""
         if self._stopped.is_set():  # The window may be incomplete.

@@ -44,7 +44,7 @@ class Piece:
     """{row: why it could not be read}; such a row has nulls."""
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """Rows in an order that never changes."""
 
     name: str
@@ -63,8 +63,8 @@ class Source(Protocol):
         `POLL_S` seconds, and does not end unless the position has an end."""
 
 
-class FixedSource(Source, Protocol):
-    """Source whose rows are all known; `is_live` is False."""
+class FixedSource(DataSource, Protocol):
+    """DataSource whose rows are all known; `is_live` is False."""
 
     def rows_of_ranks(self, position: Position) -> list[int]:
         """Rows of each rank from `begin` or `share` on."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import oneemb
-from oneemb.data import BadRowError, Files, GrowingFile, Ids, Jagged, Loader, Numbers
+from oneemb.data import BadRowError, Files, GrowingFile, Ids, Lists, Loader, Numbers
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -64,7 +64,7 @@ def test_what_is_missing_is_filled(tmp_path):
         "d": pa.array([None, "a"]).dictionary_encode(),
     }  # fmt: skip
     columns = {"s": Ids("s", "d", missing="?"), "n": Ids("n", missing=-1), "f": Numbers("f", missing=0.5),
-               "l": Jagged("l", missing=True)}  # fmt: skip
+               "l": Lists("l", missing=True)}  # fmt: skip
     batch = one_batch(tmp_path, columns, table)
     a, missing = oneemb.hash_ids(["a", "?"]).tolist()
     assert batch["s"].tolist() == [[a, missing], [missing, a]] and batch["n"].tolist() == [[-1], [5]]
@@ -81,7 +81,7 @@ LISTS = {
 @pytest.mark.parametrize("kind", LISTS)
 def test_lists_are_bags_of_the_embedding(tmp_path, kind):
     table = {"l": LISTS[kind], "s": ["a", "b", "c"], "w": [[0.5, 1.5], [], [2.5]]}
-    columns = {"bags": Jagged("l"), "both": Jagged("l", "s"), "weights": Jagged("w")}
+    columns = {"bags": Lists("l"), "both": Lists("l", "s"), "weights": Lists("w")}
     batch = one_batch(tmp_path, columns, table)
     a, b, c = oneemb.hash_ids(["a", "b", "c"]).tolist()
     assert [one.tolist() for one in batch["bags"]] == [[1, 2, 3], [0, 2, 2, 3]]
@@ -98,7 +98,7 @@ def test_lists_are_bags_of_the_embedding(tmp_path, kind):
 
 def test_fixed_size_lists_are_bags(tmp_path):
     table = {"l": pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int64(), 2))}
-    batch = one_batch(tmp_path, {"l": Jagged("l", missing=True)}, table)
+    batch = one_batch(tmp_path, {"l": Lists("l", missing=True)}, table)
     assert [one.tolist() for one in batch["l"]] == [[1, 2, 3, 4], [0, 2, 2, 4]]
 
 
@@ -109,10 +109,10 @@ BAD = {
     "no number": ("x", pa.array([1.0, None, 2.0]), "column 'x' has no value"),
     "NaN": ("x", pa.array([1.0, float("nan"), 2.0]), "not finite"),
     "too large": (Numbers("x", missing=0), pa.array([1.0, 1e300, 2.0]), "not finite"),
-    "no list": (Jagged("x"), pa.array([[1], None, [2]]), "column 'x' has no list"),
-    "long list": (Jagged("x", max_length=2), pa.array([[1], [1, 2, 3], [2]]), "more than 2 values"),
-    "no element": (Jagged("x"), pa.array([["a"], ["b", None], []]), "missing value in a list"),
-    "infinite element": (Jagged("x"), pa.array([[1.0], [float("inf")], []]), "not finite"),
+    "no list": (Lists("x"), pa.array([[1], None, [2]]), "column 'x' has no list"),
+    "long list": (Lists("x", max_length=2), pa.array([[1], [1, 2, 3], [2]]), "more than 2 values"),
+    "no element": (Lists("x"), pa.array([["a"], ["b", None], []]), "missing value in a list"),
+    "infinite element": (Lists("x"), pa.array([[1.0], [float("inf")], []]), "not finite"),
 }
 
 
@@ -151,7 +151,7 @@ def test_a_batch_of_bad_rows_alone_is_left_out_and_the_count_is_in_the_state(tmp
         (Ids("x", missing="?"), pa.array([1, None]), "missing='\\?'"),
         ("x", ["a"], "column 'x' must hold numbers, got string"),
         (Numbers("x"), [[1.0]], "must hold numbers"),
-        (Jagged("x"), [[[1]]], "must hold strings or integers"),
+        (Lists("x"), [[[1]]], "must hold strings or integers"),
         (Ids("y"), [1], "there must be one column 'y'; it has"),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_column_that_is_missing_or_of_a_wrong_type_is_named(tmp_path, spec, ar
         list(loader)
 
 
-@pytest.mark.parametrize("spec", [Ids, Numbers, Jagged])
+@pytest.mark.parametrize("spec", [Ids, Numbers, Lists])
 def test_columns_are_names(spec):
     for wrong in ((), (1,), (("a", 2),)):
         with pytest.raises(TypeError):

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import oneemb
-from oneemb.data import ChangedSourceError, Files, GrowingFolder, Ids, Jagged, Loader, Numbers
+from oneemb.data import ChangedSourceError, Files, GrowingFolder, Ids, Lists, Loader, Numbers
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 xxhash = pytest.importorskip("xxhash")
 
-COLUMNS = {"ids": Ids("user", "item"), "n": "n", "tags": Jagged("tags")}
+COLUMNS = {"ids": Ids("user", "item"), "n": "n", "tags": Lists("tags")}
 
 
 def row_of(n):

@@ -9,13 +9,13 @@ import time
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from oneemb.data import BadRowError, ChangedSourceError, GrowingFile, Ids, Jagged, KafkaTopic, Loader, RedisStream
+from oneemb.data import BadRowError, ChangedSourceError, GrowingFile, Ids, KafkaTopic, Lists, Loader, RedisStream
 from tests.support.redis_process import redis_process
 
 pa = pytest.importorskip("pyarrow")
 
 SCHEMA = {"user": "string", "n": "int64", "tags": pa.list_(pa.string())}
-COLUMNS = {"ids": Ids("user"), "n": "n", "tags": Jagged("tags", missing=True)}
+COLUMNS = {"ids": Ids("user"), "n": "n", "tags": Lists("tags", missing=True)}
 DRAINED = {"end_after_s": 0.0, "max_wait_s": 0.0}
 PATIENCE_S = 120
 
