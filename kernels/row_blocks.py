@@ -72,13 +72,16 @@ def bits_set(bit_N: Array, place_N: Array, rows_per_extent: Number, live_E: Arra
 
 
 @cpu
-def bits_clear(bit_N: Array, place_N: Array, rows_per_extent: Number, live_E: Array) -> None:
+def bits_clear(bit_N: Array, place_N: Array, rows_per_extent: Number, live_E: Array) -> Number:
     """Clear the bits of the rows at place_N, which are dead now, and subtract the rows from live_E, the count of each
-    extent. A place of -1 is skipped."""
+    extent. A place of -1 is skipped. Returns how often a count became 0."""
+    emptied = 0
     for place in place_N:
         if place >= 0:
             bit_N[place >> 3] &= np.uint8(0xFF ^ (1 << (place & 7)))
             live_E[place // rows_per_extent] -= 1
+            emptied += live_E[place // rows_per_extent] == 0
+    return emptied
 
 
 @cpu

@@ -6,19 +6,21 @@ are never written again, so the prefix of a chunk that a snapshot or a scan read
 
 Invariants:
 - the number of a chunk is not used again while files with this number may exist;
-- files are removed when the last hold of the chunk is released, and at no other time;
+- files are removed after the last hold of the chunk is released, and at no other time: at once, or by the thread
+  `remover`, since a system may take long to free the space of a large file;
 - a file is synced on the descriptor that wrote it, which stays open until then: Linux reports a failed writeback to
   each descriptor that was open, but to a descriptor that is opened later only if no process was told before;
 - a chunk whose sync has failed stays `suspect`: the system may have dropped pages of its files, so no new snapshot may
   rely on the chunk.
 """
 
+import errno
 import os
 import re
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -113,7 +115,7 @@ class ChunkFiles:
         self._lock = lock
         self.directory = directory
         self._next_number = next_number
-        self._direct = direct
+        self.direct = direct
         self._directory_synced = True
         self._unremoved: list[str] = []
         self.unsynced: dict[ChunkFile, None] = {}  # Sealed chunks whose files are still open, oldest first.
@@ -123,6 +125,8 @@ class ChunkFiles:
         """Chunks with a smaller number are not removed: a snapshot that cannot be read may need them."""
         self.bytes_written = 0
         self.bytes_removed = 0
+        self.remover: Executor | None = None
+        self._removals: dict[ChunkFile, Future[None]] = {}
         self._process = os.getpid()  # A forked child releases copies of holds, but must not remove files.
 
     def create(self, geometry: Geometry) -> ChunkFile:
@@ -135,13 +139,15 @@ class ChunkFiles:
         self._next_number += 1
         path = rows_path
         try:
-            chunk.rows_out = self._fs.create(rows_path, direct=self._direct)
+            chunk.rows_out = self._fs.create(rows_path, direct=self.direct)
             path = keys_path
             chunk.keys_out = self._fs.create(keys_path)
         except OSError as error:
             self._close_written(chunk)
             self._remove(rows_path)
             self._remove(keys_path)
+            if self._made_space(error):
+                return self.create(geometry)
             raise storage_error(error, "make the chunk file", path) from error
         chunk.keys_sum = xxh64(_header(KEYS_MAGIC, chunk))
         chunk.holds = 1
@@ -185,6 +191,9 @@ class ChunkFiles:
                 self._fs.write(chunk.keys_out, _header(KEYS_MAGIC, chunk), 0)
             self._fs.write(chunk.keys_out, record_N, end.keys_bytes)
         except OSError as error:
+            if self._made_space(error):
+                self.write(chunk, end, block_N, record_N)
+                return
             raise storage_error(error, "write rows to", path) from error
 
     def append(self, chunk: ChunkFile, end: ChunkEnd) -> None:
@@ -273,11 +282,23 @@ class ChunkFiles:
             self._close_chunk(chunk)
             if chunk.number < self.keep_below or os.getpid() != self._process:
                 return
-            if self._lock is not None and not self._lock.still_there:
-                return  # The folder was replaced: its files belong to another table.
             self.bytes_removed += chunk.nbytes
-            for path in [chunk.rows_path, chunk.keys_path, *self._unremoved]:
-                self._remove(path)
+            if self.remover is None:
+                self._remove_files(chunk)
+            else:
+                self._removals[chunk] = submit(self.remover, self._remove_files, chunk)
+
+    @property
+    def removing_bytes(self) -> int:
+        """Bytes on disk of released chunks whose files are not removed yet."""
+        for chunk, removed in list(self._removals.items()):
+            if removed.done():
+                del self._removals[chunk]
+        return sum(chunk.nbytes for chunk in self._removals)
+
+    def finish_removals(self) -> None:
+        """Wait until the files of all released chunks are removed. Other threads may make any call meanwhile."""
+        wait(list(self._removals.values()))
 
     def rows_file(self, chunk: ChunkFile) -> int:
         """Return the open rows file of a chunk, for reading. At most `files_open_max` files stay open only for reading:
@@ -286,7 +307,7 @@ class ChunkFiles:
             return chunk.rows_out
         file = self.open_rows_files.pop(chunk, None)
         if file is None:
-            file = self._fs.open(chunk.rows_path, direct=self._direct)
+            file = self._fs.open(chunk.rows_path, direct=self.direct)
             while len(self.open_rows_files) >= self.files_open_max:
                 self._close(self.open_rows_files.popitem(last=False)[1])
         self.open_rows_files[chunk] = file
@@ -324,6 +345,20 @@ class ChunkFiles:
             self._fs.close(file)
         except OSError:
             pass  # Files that must be durable are synced before they are closed.
+
+    def _made_space(self, error: OSError) -> bool:
+        """Whether the disk was full, and files have been removed since that were being removed."""
+        removals = [removed for removed in list(self._removals.values()) if not removed.done()]
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not removals:
+            return False
+        wait(removals)
+        return True
+
+    def _remove_files(self, chunk: ChunkFile) -> None:
+        if self._lock is not None and not self._lock.still_there:
+            return  # The folder was replaced: its files belong to another table.
+        for path in [chunk.rows_path, chunk.keys_path, *self._unremoved]:
+            self._remove(path)
 
     def _remove(self, path: str) -> None:
         # A file that cannot be removed now is tried again at the next removal, and at the next open of the table.

@@ -26,6 +26,8 @@ from oneemb.storage.table.snapshot_manifest import ChunkPart
 RUN = struct.Struct("<3Q")
 """Begin of a run of keys: its first block, its rows, its blocks."""
 _READ_BYTES = 1 << 20
+# Direct reads are longer: the system does not read ahead.
+_DIRECT_READ_BYTES = 4 << 20
 _KEYS_WINDOW_BYTES = 1 << 20
 
 
@@ -180,23 +182,25 @@ def put_run(keys: ChunkKeys, geometry: Geometry, run_N: np.ndarray, block: int, 
 
 
 def scan_rows(
-    fs: FileSystem, path: str, geometry: Geometry, number: int, keys: ChunkKeys, row_N: np.ndarray, batch: int
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    fs: FileSystem, path: str, geometry: Geometry, number: int, keys: ChunkKeys, row_N: np.ndarray, batch: int,
+    direct: bool = False,
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:  # fmt: skip
     """Yield the rows `row_N` (ascending) of the chunk `number`, whose rows file is at `path`, as (table_N, id_N,
-    row_NW) of at most `batch` rows. CorruptTableError if the checksum of a block does not match."""
+    row_NW) of at most `batch` rows. CorruptTableError if the checksum of a block does not match. direct: whether to
+    read past the system's page cache."""
     if len(row_N) == 0:
         return
-    with opened(fs, path, "read the rows") as file:
-        header = bytearray(HEADER_BYTES)
-        size = fs.read_into(file, memoryview(header), 0)
-        check_header(header[:size], ROWS_MAGIC, path, number, geometry)
+    with opened(fs, path, "read the rows", direct) as file:
+        header_N = aligned_bytes(ROWS_BEGIN)
+        size = fs.read_into(file, header_N.data, 0)
+        check_header(header_N[: min(size, HEADER_BYTES)], ROWS_MAGIC, path, number, geometry)
         end, size = ROWS_BEGIN + (int(row_N[-1]) // geometry.rows_per_block + 1) * geometry.block_bytes, fs.size(path)
         if size < end:
             raise CorruptTableError(
                 f"{path}: the blocks up to offset {end} are needed, the file ends at offset {size}; restore the file"
                 " from a copy, or delete the snapshots that need it"
             )
-        buffer_blocks = max(1, _READ_BYTES // geometry.block_bytes)
+        buffer_blocks = max(1, (_DIRECT_READ_BYTES if direct else _READ_BYTES) // geometry.block_bytes)
         buffer = aligned_bytes(buffer_blocks * geometry.block_bytes)
         begin = 0
         while begin < len(row_N):
@@ -277,10 +281,10 @@ def reading(path: str, action: str = "read") -> Iterator[None]:
 
 
 @contextmanager
-def opened(fs: FileSystem, path: str, action: str = "read") -> Iterator[int]:
+def opened(fs: FileSystem, path: str, action: str = "read", direct: bool = False) -> Iterator[int]:
     """Open a file of a chunk for the with block; errors in the block are turned into those of `reading`."""
     with reading(path, action):
-        file = fs.open(path)
+        file = fs.open(path, direct=direct)
         try:
             yield file
         finally:

@@ -19,10 +19,15 @@ live byte, with s = g / 5; the same then holds for all held chunks together. So 
 s * live for loose garbage in the worst case. A put is cut into pieces of at most half a chunk, and before each piece
 loose chunks are cleaned until there is room for the piece. While there is no room, less than 1 / (1 + s) of the loose
 chunks is live, so the same holds for a sealed loose chunk: moving its rows frees disk, and the loop ends. The bound has
-2 chunks more for the chunk that is being written and the chunk that is being moved. It has 1 chunk more for each
-snapshot, because a snapshot that holds the chunk being written also holds the rows that are appended to it later. A
-save that replaces a snapshot needs the chunks of both for a while; the bound allows this, since every row is then
-counted once as live and once as saved.
+2 chunks more for the chunk that is being written and the chunk that is being moved. Files are removed beside the calls:
+a move and a put wait for removals that leave no room for the rows that they write within the bound. The bound has 1
+chunk more for each snapshot, because a snapshot that holds the chunk being written also holds the rows that are
+appended to it later. A save that replaces a snapshot needs the chunks of both for a while; the bound allows this, since
+every row is then counted once as live and once as saved.
+
+Pace. A put waits for a move that goes on beside it in steps: while a share f of a chunk's rows has been moved, puts may
+use no more than a share f of the room that was left when the move began. So no put waits for a whole chunk, and all
+puts together wait no longer than before.
 
 Cost. The chunk with the smallest live fraction u is cleaned first: u / (1 - u) rows move for each row that is freed. So
 a row is written at most 1 + 1 / s times, 17 at a = 2, and far fewer times where chunks differ. Writes for each row that
@@ -139,6 +144,9 @@ class Compactor:
         self._background = background
         self._stopping = False
         self._moving: ChunkFile | None = None
+        # Of the move in progress: excess when it began, the share of its rows that have been looked at, and chunks that
+        # the other rows fill.
+        self._excess_begun, self._moved, self._to_move = 0.0, 0.0, 0.0
         self._damaged: set[ChunkFile] = set()
         self._rows_since_save = 0
         self.done = CompactionResult()
@@ -166,9 +174,13 @@ class Compactor:
     def put_pending(self) -> None:
         """Put pending keys into the index, and release the chunks without live rows that are not being written."""
         self._live.put_pending()
-        for chunk in self._live.dead_chunks():
-            if not self._writer.writes_to(chunk):
-                self._live.remove(chunk)
+        if self._live.emptied:
+            self._live.emptied = False
+            for chunk in self._live.dead_chunks():
+                if self._writer.writes_to(chunk):
+                    self._live.emptied = True
+                else:
+                    self._live.remove(chunk)
 
     def make_room(self, rows: int) -> None:
         """Compact until there is room for `rows` more rows: in this call if the bound is exceeded, else in the
@@ -176,11 +188,13 @@ class Compactor:
         # Putting pending keys can only lower the excess, so it is not needed while the excess is small.
         if self._excess() > (1 if self._background is None else _EARLY) and any(self._loose()):
             self.put_pending()
-            while self._excess() > 1 and not self._stopping:
+            while self._must_wait() and not self._stopping:
                 if self._moving is not None:
                     self._guard.wait()
                     self._raise_error()
                     self.put_pending()
+                elif self._excess() <= 1:
+                    self.finish_removals()
                 elif not self._compact_one():
                     break
             if self._background is not None and not self._background.busy and self._excess() > _EARLY:
@@ -211,6 +225,7 @@ class Compactor:
                     signals_deferred.raise_interrupt()
                     self.move(chunk)
             self._writer.write_out()
+            self.finish_removals()
             self.done.bytes_freed = disk - self._disk_bytes()
             return self.done
         finally:
@@ -219,20 +234,28 @@ class Compactor:
     def move(self, chunk: ChunkFile) -> None:
         """Move the live rows of a chunk to the end of the log, and release the chunk, which must not be being written.
         Requires the guard, held once, and releases it while the chunk is read."""
-        while self._moving is not None:
-            self._guard.wait()
+        while self._moving is not None or chunk in self._live and self._removals_in_the_way(self._fill(chunk)):
+            if self._moving is not None:
+                self._guard.wait()
+            else:
+                self.finish_removals()
+            if self._stopping:
+                return
         self.put_pending()
         if chunk not in self._live:
             return
         geometry, part = self._live.geometry, self._live.part(chunk)
         self._moving = chunk
+        self._excess_begun, self._moved, self._to_move = self._excess(), 0.0, self._fill(chunk)
+        looked_at = 0
         self._files.hold(chunk)
         try:
             with self._store_lock.others_allowed():
                 keys = read_keys(self._fs, chunk.keys_path, geometry, part)
                 pieces = scan_rows(
-                    self._fs, chunk.rows_path, geometry, part.number, keys, live_rows(part.bit_N), _PIECE_ROWS
-                )
+                    self._fs, chunk.rows_path, geometry, part.number, keys, live_rows(part.bit_N), _PIECE_ROWS,
+                    direct=self._files.direct,
+                )  # fmt: skip
                 for table_N, id_N, row_NW in pieces:
                     with self._store_lock:
                         if self._stopping:
@@ -242,6 +265,10 @@ class Compactor:
                             break
                         here = np.flatnonzero(self._live.has_place(chunk, self._live.index.find(table_N, id_N)))
                         self._append(table_N[here], id_N[here], row_NW[here])
+                        looked_at += len(id_N)
+                        self._moved = looked_at / part.rows
+                        self._to_move = self._fill(chunk)
+                        self._guard.notify_all()  # Puts may go on a little.
             if chunk in self._live and self._live.live_of(chunk) == 0:
                 self._live.remove(chunk)
                 self.done.chunks += 1
@@ -249,9 +276,14 @@ class Compactor:
             self._damaged.add(chunk)  # Not tried again: each try would fail. Its sound rows stay where they are.
             raise
         finally:
-            self._moving = None
+            self._moving, self._to_move = None, 0.0
             self._files.release(chunk)
             self._guard.notify_all()
+
+    def finish_removals(self) -> None:
+        """Wait until the files of released chunks are removed. Requires the guard, and releases it."""
+        with self._store_lock.others_allowed():
+            self._files.finish_removals()
 
     def stop(self) -> None:
         """Stop background compaction and wait until it has ended. Requires the guard, and releases it while waiting."""
@@ -266,6 +298,18 @@ class Compactor:
     def resume(self) -> None:
         """Allow background compaction again after `stop`."""
         self._stopping = False
+
+    def _must_wait(self) -> bool:
+        """Whether a put must wait: the bound leaves no room, or puts have taken more room than a move has made."""
+        excess = self._excess()
+        if excess > 1 or self._removals_in_the_way(self._to_move):
+            return True
+        return self._moving is not None and excess > self._excess_begun + (1 - self._excess_begun) * self._moved
+
+    def _removals_in_the_way(self, to_move: float) -> bool:
+        """Whether chunks whose files are being removed take the room for `to_move` chunks of moved rows."""
+        removing = self._files.removing_bytes / self.chunk_bytes
+        return removing > 0 and self._excess() + removing + to_move > 2
 
     def _append(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
         if len(id_N):

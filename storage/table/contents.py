@@ -46,6 +46,7 @@ class Contents:
         self.compactions = Background("compaction") if background else None
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="oneemb-write") if background else None
         self.index_thread = ThreadPoolExecutor(1, thread_name_prefix="oneemb-index") if background else None
+        self._files.remover = ThreadPoolExecutor(1, thread_name_prefix="oneemb-remove") if background else None
         self._rows_moved = 0
         self._use(LiveRows(geometry, self._files, threads, expected_rows, self.index_thread))
 
@@ -170,6 +171,7 @@ class Contents:
         self._files.close()
 
     def _end(self, *, cancel: bool) -> None:
-        for beside in (self._writes, self.index_thread):
+        remover, self._files.remover = self._files.remover, None  # What is removed from now on is removed at once.
+        for beside in (self._writes, self.index_thread, remover):
             if beside is not None:
                 beside.shutdown(cancel_futures=cancel)

@@ -56,6 +56,8 @@ class LiveRows:
         self.live_E = np.empty(0, np.int64)
         self.bit_N = np.empty(0, np.uint8)
         self.sum_B = np.empty(0, np.uint32)
+        self.emptied = True
+        """Whether there may be chunks without live rows. The caller who has removed them all resets it."""
         self._chunk: dict[int, ChunkFile] = {}  # by first extent
         self._extents: dict[ChunkFile, slice] = {}
         self._read: dict[ChunkFile, slice] = {}  # Extents of removed chunks that a `get` still reads.
@@ -117,6 +119,7 @@ class LiveRows:
             assert first is not None
         self._extents[chunk] = slice(first, first + size)
         self._chunk[first] = chunk
+        self.emptied = True
         self.first_E[first : first + size] = first
 
     def remove(self, chunk: ChunkFile) -> None:
@@ -175,7 +178,7 @@ class LiveRows:
             return np.zeros(len(id_U), np.bool_)
         place_U = self.index.erase(table_U, id_U)
         with changing:
-            bits_clear(self.bit_N, place_U, self.geometry.rows_per_extent, self.live_E)
+            self._clear(place_U)
             return place_U >= 0
 
     def note(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
@@ -250,7 +253,11 @@ class LiveRows:
         with changing:
             # New places first: if a key comes twice in a call, its first place is the old place of the second.
             bits_set(self.bit_N, place_U, rows, self.live_E)
-            bits_clear(self.bit_N, old_U, rows, self.live_E)
+            self._clear(old_U)
+
+    def _clear(self, place_U: np.ndarray) -> None:
+        if bits_clear(self.bit_N, place_U, self.geometry.rows_per_extent, self.live_E):
+            self.emptied = True
 
     def _free_extents(self, size: int) -> int | None:
         """First extent of `size` neighbouring free extents; None = there are no such extents."""

@@ -234,6 +234,7 @@ class PersistentTable:
         with self._store_lock:
             self._begin(put_pending=False)
             self._contents.clear()
+            self._contents.compactor.finish_removals()
 
     def flush(self) -> None:
         """Write the rows that are in memory to their chunk. They are durable when a snapshot has been saved."""
@@ -291,6 +292,7 @@ class PersistentTable:
                 raise
             self._store.save(record, held)
             self._places, self._put_at_save = places, self._count["rows_put"]
+            self._contents.compactor.finish_removals()
         return record.info
 
     @property
@@ -328,6 +330,7 @@ class PersistentTable:
                 self._begin()  # The table may have been closed while a compaction ended.
                 self._contents.load(records)
             self._places = self._contents.parts()
+            self._contents.compactor.finish_removals()
             return records[-1].info.meta
 
     def delete_snapshot(self, name: str) -> None:
@@ -337,6 +340,7 @@ class PersistentTable:
         with self._store_lock:
             self._begin(put_pending=False)
             self._store.delete(name)
+            self._contents.compactor.finish_removals()
 
     def snapshots(self) -> list[SnapshotInfo]:
         """The snapshots, oldest first."""
