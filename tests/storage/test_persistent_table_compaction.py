@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 import threading
 import time
 
@@ -258,3 +259,80 @@ def test_a_put_ends_when_another_thread_clears_or_closes_the_table(tmp_path, bac
         stop.set()
         assert ended and (end == "clear" or "closed" in ended[0])
         table.close()
+
+
+class StoppedRemovals(LocalFileSystem):
+    """The disk removes files in the background only while `go_on` is set, and may be full until it has removed one."""
+
+    def __init__(self):
+        super().__init__()
+        self.removing, self.go_on, self.full = threading.Event(), threading.Event(), False
+
+    def remove(self, path):
+        if threading.current_thread().name.startswith("oneemb-remove"):
+            self.removing.set()
+            assert self.go_on.wait(600)
+        super().remove(path)
+        self.full = False
+
+    def write(self, file, data, offset):
+        if self.full:
+            self.go_on.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write(file, data, offset)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_puts_go_on_while_files_are_removed_and_wait_for_that_on_a_full_disk(tmp_path, full):
+    rng, rows, fs = np.random.default_rng(0), {}, StoppedRemovals()
+    with open_table(tmp_path, fs=fs) as table:
+        removed = 0
+        while not fs.removing.is_set() and removed == 0:
+            put_random(table, rows, rng, 300, ids=300)
+            removed = table.stats()["bytes_removed"]
+        assert fs.removing.wait(600)
+        for _ in range(2):
+            put_random(table, rows, rng, 100, ids=300)
+        assert not fs.go_on.is_set() and file_bytes(tmp_path) > table.stats()["disk_bytes"]
+        fs.full = full
+        table.flush()
+        assert fs.go_on.is_set() is full and not fs.full
+        fs.go_on.set()
+        check(table, rows)
+        table.compact()
+        assert file_bytes(tmp_path) == table.stats()["disk_bytes"]
+
+
+def waits_for_room(thread):
+    """Whether a put waits until compaction has moved more rows."""
+    frame = sys._current_frames().get(thread.ident)
+    while frame is not None and frame.f_code.co_name != "make_room":
+        frame = frame.f_back
+    return frame is not None
+
+
+def test_puts_wait_for_a_move_in_steps_long_before_the_bound_is_reached(tmp_path):
+    rng, rows, fs, stop = np.random.default_rng(0), {}, SlowReads(), threading.Event()
+    with open_table(tmp_path, fs=fs, io="pread", max_space_amplification=4.0) as table:
+        put(table, rows, np.zeros(6000, np.int32), np.arange(6000), random_rows(rng, 6000, 16))
+        fs.go_on.clear()
+
+        def overwrite():
+            while not stop.is_set():
+                id_U = rng.choice(6000, 16, replace=False)
+                put(table, rows, np.zeros(16, np.int32), id_U, random_rows(rng, 16, 16))
+
+        thread = threading.Thread(target=overwrite)
+        thread.start()
+        assert fs.reading.wait(600)
+        waits = 0
+        while waits < 100:  # A put that waits for something else does not wait for so long.
+            waits = waits + 1 if waits_for_room(thread) else 0
+            time.sleep(0.001)
+        stats = table.stats()
+        stop.set()
+        fs.go_on.set()
+        thread.join(600)
+        piece_bytes = stats["chunk_bytes"] / 2
+        assert stats["loose_bytes"] + piece_bytes - 4 * stats["live_bytes"] < 0.6 * stats["chunk_bytes"]
+        check(table, rows)
