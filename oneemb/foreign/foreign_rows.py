@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from oneemb.foreign.stored_arrays import FileArray, StoredRows
+from oneemb.foreign.stored_arrays import FileArray, RowArray
 from oneemb.graph.row_optimizers import StateNames, states_in
 from oneemb.kernels.threads import Threads
 from oneemb.rows.files import RowsOfFile, checked_batch
@@ -26,9 +26,9 @@ _AT_ONCE = 1 << 16
 class StatePart(NamedTuple):
     """One part of the optimizer state, or the scores, of a table's rows."""
 
-    values: StoredRows
+    values: RowArray
     """[M, D], or [M] or [M, 1] for one value a row."""
-    keys: StoredRows | None
+    keys: RowArray | None
     """Id of each row of `values`, integers [M]; None = the order of the table's rows."""
 
 
@@ -48,8 +48,8 @@ class ForeignTable:
 
     what: str
     library: str
-    keys: StoredRows
-    values: StoredRows
+    keys: RowArray
+    values: RowArray
     state: Mapping[str, StatePart] = field(default_factory=dict)
     scores: StatePart | None = None
     step: int | None = None
@@ -159,7 +159,7 @@ class ForeignRows:
         """Nothing: no file is open between reads."""
 
 
-def distinct_keys(what: str, keys: StoredRows) -> HashIndex:
+def distinct_keys(what: str, keys: RowArray) -> HashIndex:
     """Index from each id to its row. CorruptTableError if an id comes twice."""
     index = HashIndex(Threads(1))
     for begin in range(0, keys.shape[0], _AT_ONCE):

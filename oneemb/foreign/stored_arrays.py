@@ -17,7 +17,7 @@ GAP_ROWS = 64
 _PIECE_BYTES = 1 << 22
 
 
-class StoredRows(Protocol):
+class RowArray(Protocol):
     """Interface of an array whose rows are read in any order."""
 
     @property
@@ -135,7 +135,7 @@ class MemoryArray:
 class PickedRows:
     """Rows of another array, picked by number: row n of the result is row row_N[n]."""
 
-    def __init__(self, array: StoredRows, row_N: np.ndarray):
+    def __init__(self, array: RowArray, row_N: np.ndarray):
         self._array, self._row_N = array, row_N
         self.shape, self.dtype = (len(row_N), *array.shape[1:]), array.dtype
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from oneemb.foreign.foreign_rows import ForeignTable, StatePart
-from oneemb.foreign.stored_arrays import MemoryArray, PickedRows, StoredRows
+from oneemb.foreign.stored_arrays import MemoryArray, PickedRows, RowArray
 from oneemb.kernels.extras import need
 from oneemb.rows.files import reading, suffix_of
 from oneemb.rows.values import array_of
@@ -185,7 +185,7 @@ def _add_state(found: ForeignTable, state: object, size: int, row_N: np.ndarray 
         if name == "step":
             found.step = int(value)
         elif getattr(value, "shape", ()) and value.shape[0] == size and len(value.shape) <= 2:
-            array: StoredRows = _Rows(value)
+            array: RowArray = _Rows(value)
             parts["momentum1" if found.library == "torchrec" and name == "exp_avg" else name] = StatePart(
                 array if row_N is None else PickedRows(array, row_N), None
             )
