@@ -28,6 +28,7 @@ from oneemb.serving.inference import InferenceEmbedding
 from oneemb.serving.weights import set_weights, weights_for
 from oneemb.storage.errors import OtherSnapshotError, StorageError
 from oneemb.storage.fs import AnyPath, file_path
+from oneemb.storage.objects.object_store import is_url
 from oneemb.training.compiled_graph import CompiledGraph, EvalGraph
 
 _RETRY_S_MAX = 60.0  # seconds between two attempts of the follower to load a checkpoint that has failed
@@ -351,6 +352,11 @@ def serve_model(
     served_dtype = check_formats(dtype, absent)
     if not callable(model):
         raise TypeError(f"model must be a module, or a function that makes it, got {type(model).__name__}")
+    if is_url(path):
+        raise ValueError(
+            f"path must be that of a file on this machine, got the URL {path!r}; serve the rows by"
+            f" InferenceEmbedding.open('{path}.rows/<embedding>', folder=...), which follows them"
+        )
     path, folder = file_path(path, "the checkpoint"), None if folder is None else served_folder(folder)
     served = ServedModel(
         os.path.abspath(path), model, prefix, served_dtype, absent, folder, Threads(num_threads), check, on_change
