@@ -16,7 +16,7 @@ import numpy as np
 
 from oneemb.kernels.threads import Threads
 from oneemb.rows.values import weights_of
-from oneemb.serving.stored_rows import StoredRows
+from oneemb.serving.stored_rows import StoredCopy
 from oneemb.storage.bottom import EXPORTED
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing, path_text
@@ -48,7 +48,7 @@ class Source(NamedTuple):
     folder: str
     dtype: str
     tables: tuple[int, ...] | None
-    stored: StoredRows | None = None
+    stored: StoredCopy | None = None
 
     @property
     def name(self) -> str:
@@ -98,7 +98,7 @@ def stored_source(store: ObjectStore, folder: AnyPath | None, dtype: str, tables
             " processes of the machine share"
         )
     where = served_folder(folder)
-    rows = StoredRows(store, os.path.join(where, "rows"))
+    rows = StoredCopy(store, os.path.join(where, "rows"))
     return Source([rows.folder], where, dtype, tables, rows)
 
 

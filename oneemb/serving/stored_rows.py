@@ -21,7 +21,7 @@ from oneemb.storage.snapshots.snapshot_parts import look_at
 _LOOK_S = 0.05
 
 
-class StoredRows:
+class StoredCopy:
     """The newest, or a named, snapshot at a URL, copied to `folder`."""
 
     def __init__(self, store: ObjectStore, folder: str):
