@@ -85,6 +85,7 @@ TINY = {
     "lookup_threads": ["--rows", "500", "--ids", "26", "--turns", "1"],
     "dense_share": ["--rows", "500", "--batch", "8", "--turns", "1"],
     "longest_steps": ["--slots", "20000", "--batch", "16", "--steps", "3"],
+    "loader": ["--rows", "5000", "--turns", "1"],
     "persistent_table": ["--rows", "150000", "--rounds", "2", "--blocks", "4096", "--puts", "9",
                          "--peers"],
     "scale_out": ["--ranks", "1", "--tables", "2", "--rows", "100", "--batch", "16", "--rounds", "1", "--steps", "2"],
