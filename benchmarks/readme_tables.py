@@ -161,7 +161,7 @@ def _persistent_table(cases: Sequence[Case]) -> list[list[str]]:
 
 def _loader(cases: Sequence[Case]) -> list[list[str]]:
     return [
-        [case["loader"], f"{case['rows_per_processor_s']:,}", f"{case['rows_per_s']:,}", f"{case['of_step']:.1f}"]
+        [case["loader"], f"{case['rows_per_processor_s']:,}", f"{case['of_step']:.1f}"]
         for case in cases
     ]  # fmt: skip
 
@@ -189,7 +189,7 @@ TABLES: dict[str, tuple[list[str], Callable[[Sequence[Case]], list[list[str]]]]]
     "longest_steps": (["store", "policy", "slots", "median, ms", "p99 / median", "longest / median"], _longest_steps),
     "scale_out": (["case", "system", "ms a step", "oneemb's share", "MB sent by each"], _scale_out),
     "gpu": (["store", "optimizer", "oneemb, ms", "nn.EmbeddingBag, sparse", "dense", "loops", "waits"], _gpu),
-    "loader": (["loader", "rows a second of a core", "of the clock", "of the step's rate"], _loader),
+    "loader": (["loader", "rows a second of processor time", "of the step's"], _loader),
     "persistent_table": (["case", "block", "oneemb", "of the disk"], _persistent_table),
 }  # fmt: skip
 """Head of each table, and its rows of the cases in its results."""
