@@ -47,6 +47,7 @@ def test_each_public_name_has_an_entry(site):
         "Plan",
         "PlannedEmbedding",
         "unique_share",
+        "data",
         "make_table",
         "optim",
         "nn",
