@@ -147,7 +147,7 @@ def timed(gpu: launch.Gpu, what: str, call: Callable[[], None], runs: int) -> di
 def microseconds_of_loops(gpu: launch.Gpu, call: Callable[[], None], runs: int = 100) -> dict[str, float]:
     """Host time of each loop of a call, by name, all its launches together."""
     found: dict[str, list[float]] = defaultdict(list)
-    names = "run", "run_rows", "run_block"
+    names = "run", "run_rows", "run_shares"
 
     def clocked(launched: Callable[..., None]) -> Callable[..., None]:
         def one(loop: Any, *args: Any) -> None:

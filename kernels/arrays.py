@@ -15,6 +15,9 @@ class in common. Code above the kernels passes arrays to a `Backend`. Directly i
 alike for both types: arithmetic, comparison, indexing by an array."""
 
 
+BLOCK_MAX = 256
+"""Threads of a block of a CUDA loop, at most."""
+
 BEYOND = -2
 """Slot, on a GPU, in each place after the last key of a lookup. -1 is the slot of a key that has none."""
 
@@ -70,5 +73,5 @@ class Terms(NamedTuple):
     grad_NX: Array
     scale_N: Array | None
     number: int
-    finite_U: Array | None = None
-    """bool [U], for sums that are computed already: whether all values of each sum are finite; None = not computed"""
+    finite_X: Array | None = None
+    """For sums that are computed already, as `Backend.sum_segments` returns it; None = not computed"""

@@ -187,8 +187,11 @@ class Backend(Protocol):
         """Gradients grouped by unique key. `grad_NX` holds one row for each id, or, with `bags`, for each bag."""
 
     def sum_segments(self, segments: Segments) -> tuple[Array, Array]:
-        """grad_UD float32 [U, D], summed in batch order; finite_U bool [U], whether all values of a sum are finite.
-        Beyond the keys that there are, grad_UD holds any numbers, and finite_U True."""
+        """grad_UD float32 [U, D], summed in batch order, and whether all values of a sum are finite: bool [U], or on a
+        GPU int64 [1] for all sums together. Beyond the keys that there are, grad_UD holds any numbers."""
+
+    def finite_of(self, grad_UD: Array) -> Array:
+        """Whether all values of sums are finite, as `sum_segments` returns it."""
 
     def surely_finite(self, terms: Sequence[Terms], dense: Sequence[torch.Tensor]) -> bool:
         """True if all sums of `terms` are certain to be finite and all dense gradients are finite. False = uncertain:

@@ -21,7 +21,6 @@ step and rates, which are arguments of launches; events and `record_stream` of `
 that move when they grow; copies to page-locked memory that is new in each step.
 """
 
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,11 +29,12 @@ import numpy as np
 import torch
 
 from oneemb.kernels import launch, reduce_grads_cuda
+from oneemb.kernels.admit_cuda import Admission, admit_rows_cuda
 from oneemb.kernels.arrays import Bags, RowsOfIds, Terms, rows_of_columns
 from oneemb.kernels.backend import BITS, SUM_MAX
 from oneemb.kernels.gather_cuda import gather_cuda
 from oneemb.kernels.init_rows import InitialRows
-from oneemb.kernels.init_rows_cuda import DeviceInitialRows, init_rows_cuda
+from oneemb.kernels.init_rows_cuda import DeviceInitialRows, ListedSlots, init_rows_cuda
 from oneemb.kernels.jit import CudaLoop
 from oneemb.kernels.launch import Gpu
 from oneemb.kernels.pool_cuda import (
@@ -47,7 +47,7 @@ from oneemb.kernels.pool_cuda import (
 )
 from oneemb.kernels.reduce_grads_cuda import Segments, reduce_grads_cuda as sum_segments_cuda
 from oneemb.kernels.row_update_cuda import run_row_update_cuda
-from oneemb.kernels.unique_keys_cuda import DeviceKeys, occurrences, unique_keys_cuda
+from oneemb.kernels.unique_keys_cuda import DeviceKeys, unique_keys_cuda
 
 _OF_BITS = {bits: dtype for dtype, bits in BITS.items()}
 
@@ -58,7 +58,9 @@ class CudaBackend:
     merges = False
     waits = True
     go_1: torch.Tensor | None = None
-    """Where it is 0, `update_rows` writes nothing."""
+    """Where it is 0, `update_rows` writes nothing; `sum_segments` sets it to 0 if a sum is not finite."""
+    dirty_S: torch.Tensor | None = None
+    """Dirty bits of the rows, bool [S], which `update_rows` sets; None = it sets none."""
 
     def __init__(self, gpu: Gpu):
         self.gpu = gpu
@@ -103,7 +105,7 @@ class CudaBackend:
         self, id_N: torch.Tensor, offset_P1: torch.Tensor, table_P: torch.Tensor | None, *, tables: int,
         columns: Sequence[int] | None, padding_id: int | None, check: Callable[[], None],
     ) -> tuple[DeviceKeys, Bags]:  # fmt: skip
-        size_2, row_P = self.gpu.zeros(2), None
+        size_2, row_P = self.gpu.filled(2), None
         if columns is not None:
             row_P, table_P = _bags_of_columns(len(offset_P1) - 1, tuple(columns), self.gpu, self.gpu.stream)
         bag_N, table_N = bags_of_cuda(offset_P1, table_P, row_P, tables, len(id_N), size_2, gpu=self.gpu)
@@ -111,14 +113,14 @@ class CudaBackend:
         return keys._replace(check=check), Bags(offset_P1, bag_N, row_P)
 
     def distinct_keys(self, table_U: torch.Tensor, id_U: torch.Tensor) -> DeviceKeys:
-        size_2 = self.gpu.zeros(2)
+        size_2 = self.gpu.filled(2)
         size_2[:1].fill_(len(id_U))
-        none = self.gpu.empty(0, dtype=torch.int64)
+        none = self.gpu.none(torch.int64)
         return DeviceKeys(table_U, id_U, none, size_2, none, exact=True)
 
     def every_id(self, table_N: torch.Tensor, id_N: torch.Tensor) -> DeviceKeys:
         """Ids as keys, which may repeat, for a gather from a tier that holds all rows: id n is key n."""
-        none = self.gpu.empty(0, dtype=torch.int64)
+        none = self.gpu.none(torch.int64)
         size_2 = _size_of(len(id_N), self.gpu, self.gpu.stream)
         return DeviceKeys(table_N, id_N.to(torch.int64), none, size_2, none, exact=True)
 
@@ -150,13 +152,13 @@ class CudaBackend:
         return DeviceInitialRows(initial, gpu=self.gpu)
 
     def init_rows(
-        self, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_M: torch.Tensor, table_M: torch.Tensor,
-        id_M: torch.Tensor, initial: DeviceInitialRows, state: np.ndarray, *, state_begin: int,
+        self, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_M: torch.Tensor | ListedSlots | Admission,
+        table_M: torch.Tensor, id_M: torch.Tensor, initial: DeviceInitialRows, state: np.ndarray, *, state_begin: int,
     ) -> None:  # fmt: skip
-        init_rows_cuda(
-            weight_SX, row_SW, slot_M, table_M, id_M, initial,
-            _state_of(np.asarray(state, np.float32).tobytes(), self.gpu, self.gpu.stream), state_begin=state_begin,
-            gpu=self.gpu,
+        state_on_gpu = _state_of(state.tobytes(), self.gpu, self.gpu.stream)
+        write: Any = admit_rows_cuda if isinstance(slot_M, Admission) else init_rows_cuda
+        write(
+            weight_SX, row_SW, slot_M, table_M, id_M, initial, state_on_gpu, state_begin=state_begin, gpu=self.gpu
         )  # fmt: skip
 
     def update_rows(
@@ -164,13 +166,14 @@ class CudaBackend:
         grads: Any, state_begin: int, *scalars: object, state_width: int,
     ) -> None:  # fmt: skip
         run_row_update_cuda(
-            on_cuda, weight_SX, row_SW, slot_U, grads, state_begin, *scalars, go_1=self.go_1, gpu=self.gpu
-        )
+            on_cuda, weight_SX, row_SW, slot_U, grads, state_begin, *scalars, go_1=self.go_1, dirty_S=self.dirty_S,
+            gpu=self.gpu,
+        )  # fmt: skip
 
-    def guarded(self, go_1: torch.Tensor) -> "CudaBackend":
-        """This backend with another `go_1`."""
-        other = copy.copy(self)
-        other.go_1 = go_1
+    def guarded(self, go_1: torch.Tensor | None, dirty_S: torch.Tensor | None = None) -> "CudaBackend":
+        """This backend with another `go_1` and `dirty_S`."""
+        other = CudaBackend.__new__(CudaBackend)
+        vars(other).update(vars(self), go_1=go_1, dirty_S=dirty_S)
         return other
 
     def negated(self, grads: Any) -> Any:
@@ -201,18 +204,21 @@ class CudaBackend:
         spread_max_grads_cuda(bags, argmax_PD, grad_PX, out_NX, gpu=self.gpu)
 
     def segments(self, keys: Any, bags: Bags | None, grad_NX: torch.Tensor, scale_N: torch.Tensor | None) -> Segments:
-        order_N, begin_U1 = occurrences(keys.inverse_N, len(keys.id_U), gpu=self.gpu)
+        found = reduce_grads_cuda.occurrences(keys.narrow_N, len(keys.id_U), gpu=self.gpu)
         bag_N = None if bags is None else bags.bag_N
-        return reduce_grads_cuda.segments_of(grad_NX, order_N, begin_U1, bag_N, scale_N, gpu=self.gpu)
+        return reduce_grads_cuda.segments_of(grad_NX, found, bag_N, scale_N, gpu=self.gpu)
 
     def sum_segments(self, segments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return sum_segments_cuda(segments, gpu=self.gpu)
+        return sum_segments_cuda(segments, self.go_1, gpu=self.gpu)
+
+    def finite_of(self, grad_UD: torch.Tensor) -> torch.Tensor:
+        return torch.isfinite(grad_UD).all().reshape(1).to(torch.int64)
 
     def surely_finite(self, terms: Sequence[Terms], dense: Sequence[torch.Tensor]) -> bool:
         found, bounds = [], []
-        for grad_NX, scale_N, number, finite_U in terms:
-            if finite_U is not None:
-                found.append((~finite_U).any())
+        for grad_NX, scale_N, number, finite_X in terms:
+            if finite_X is not None:
+                found.append((finite_X == 0).any())
                 bounds.append(0.5)
                 continue
             largest = _largest(grad_NX.view(_OF_BITS[grad_NX.dtype])).double()

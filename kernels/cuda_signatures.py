@@ -8,6 +8,7 @@ import pkgutil
 
 import oneemb.kernels
 from oneemb.kernels import (
+    admit_cuda,
     finite_cuda,
     gather_cuda,
     hash_index_cuda,
@@ -81,51 +82,53 @@ def cases(*, every: bool = False) -> Cases:
             for of, grad in grads.items():
                 found[f"{how}{name} {dtype} x{width}{of}"] = (
                     loop.at(V=width, gradient=gradient, SCALED=scaled),
-                    (weights, _ROWS, _KEYS, grad, _KEYS, _FLOATS, _KEYS, _KEYS, _ROWS, _KEYS, "int64", scalars),
+                    (weights, _ROWS, _KEYS, grad, _KEYS, _FLOATS, _KEYS, _KEYS, _ROWS, _KEYS, "bool[1]", "int64", scalars),
                 )
     return found
 
 
 def _loops_of_keys() -> Cases:
-    claim = (_TABLES, _KEYS, "int64", "bool", "int64", _KEYS, _KEYS, _KEYS)
+    claim = (_TABLES, _KEYS, "int64", "bool", "int64", "int64", _KEYS, _TABLES, _KEYS)
+    collect = (_TABLES, _KEYS, _KEYS, _TABLES, "int64", _TABLES, _TABLES, _TABLES, *[_KEYS] * 4, _TABLES)
     return {
         "claim": (unique_keys_cuda.claim_loop, claim),
         "claim int32": (unique_keys_cuda.claim_loop, (_TABLES, "int32[1]", *claim[2:])),
-        "first": (unique_keys_cuda.first_loop, (_KEYS, _KEYS, _KEYS)),
-        "collect": (unique_keys_cuda.collect_loop, (_TABLES, *[_KEYS] * 4, _TABLES, *[_KEYS] * 4)),
-        "collect int32": (unique_keys_cuda.collect_loop, (_TABLES, "int32[1]", *[_KEYS] * 3, _TABLES, *[_KEYS] * 4)),
-        "begin": (unique_keys_cuda.begin_loop, ("int32[1]", _KEYS)),
+        "first": (unique_keys_cuda.first_loop, (_KEYS, _TABLES, "int64", "int64", _TABLES, _TABLES)),
+        "collect": (unique_keys_cuda.collect_loop, collect),
+        "collect int32": (unique_keys_cuda.collect_loop, (_TABLES, "int32[1]", *collect[2:])),
+        "begin": (reduce_grads_cuda.begin_loop, ("int32[1]", *[_KEYS] * 4)),
+        "begin int64": (reduce_grads_cuda.begin_loop, (_KEYS, *[_KEYS] * 4)),
         "find": (hash_index_cuda.find_loop, (_CELLS, _TABLES, _KEYS, _KEYS, _KEYS)),
         "insert": (hash_index_cuda.insert_loop, (_CELLS, _TABLES, _KEYS, _KEYS, _KEYS)),
         "erase": (hash_index_cuda.erase_loop, (_CELLS, _TABLES, _KEYS, _KEYS)),
         "rehash": (hash_index_cuda.rehash_loop, (_CELLS, _CELLS, _KEYS)),
         "items": (hash_index_cuda.items_loop, (_CELLS, _TABLES, _KEYS, _KEYS, _KEYS)),
-        "admit": (
+        "acquire": (
             slots_cuda.acquire_loop,
-            (_CELLS, _TABLES, _KEYS, _KEYS, "int32[1]", _KEYS, "int64", "int64", _KEYS, _KEYS, _KEYS, _KEYS),
-        ),
-        "new slots": (slots_cuda.new_slots_loop, (*[_KEYS] * 5, "int64", _KEYS, _KEYS)),
-        "insert and pin": (
-            slots_cuda.admit_loop,
-            (_CELLS, _TABLES, *[_KEYS] * 6, _TABLES, _KEYS, _KEYS, "int32[1]", "bool[1]", "int64", _KEYS),
+            (_CELLS, _TABLES, _KEYS, _KEYS, "int32[1]", _KEYS, "int64", "int64", _KEYS, _KEYS, _KEYS, "int32[1]"),
         ),
         "mark dirty": (slots_cuda.mark_dirty_loop, (_KEYS, "bool[1]")),
         "release": (slots_cuda.release_loop, (_KEYS, "int32[1]")),
         "count pinned": (slots_cuda.count_pinned_loop, ("int32[1]", "int64", _KEYS)),
         "bags": (pool_cuda.bags_loop, (_KEYS, _TABLES, "int32[1]", "int64", _KEYS, _TABLES, _KEYS)),
         "mean scales": (pool_cuda.mean_scales_loop, (_KEYS, _KEYS, _FLOATS)),
-        "check each": (finite_cuda.check_each_loop, ("bool[1]", _KEYS)),
+        "check sum": (finite_cuda.check_sum_loop, (_KEYS, _KEYS)),
         "check norm": (finite_cuda.check_norm_loop, (_FLOATS, _KEYS)),
-        "place parts": (reduce_grads_cuda.place_parts_loop, (_KEYS, _KEYS, _KEYS, _KEYS)),
     }
 
 
 def _loops_of_weights(dtype: str) -> Cases:
     weights = f"{_BITS[dtype]}[2]"
-    of_keys = (*[_KEYS] * 3, _TABLES, _KEYS)
-    of_init = (weights, _ROWS, *of_keys, "uint64", "int64[2]", "float64[3]", _KEYS, _FLOATS, "int64")
+    first_values = ("uint64", "int64[2]", "float64[3]", _KEYS, _FLOATS, "int64")
+    of_init = (weights, _ROWS, *[_KEYS] * 3, _TABLES, _KEYS, *first_values)
+    of_admit = (
+        _KEYS, _KEYS, "int32[1]", *[_KEYS] * 3, _CELLS, _KEYS, _TABLES, _KEYS, _KEYS, "int32[1]", "bool[1]", "int64",
+        "int64", weights, _ROWS, _TABLES, _KEYS, *first_values,
+    )  # fmt: skip
+    look_up = (_CELLS, weights, _TABLES, *[_KEYS] * 5, weights, *[_KEYS] * 4)
     found: Cases = {
         f"init {dtype}": (init_rows_cuda.init_loop, of_init),
+        f"admit {dtype}": (admit_cuda.admit_loop, of_admit),
         f"scale grads {dtype}": (pool_cuda.scale_grads_loop, (weights, _KEYS, _KEYS, _KEYS, weights, _FLOATS)),
     }
     segments = (weights, _KEYS, _FLOATS, _KEYS, _KEYS, _ROWS)
@@ -137,7 +140,7 @@ def _loops_of_weights(dtype: str) -> Cases:
         found |= {
             f"gather {of}": (gather_cuda.gather_loop.at(V=width), (weights, _KEYS, _KEYS, weights)),
             f"gather parts {of}": (gather_cuda.gather_loop.at(V=width), (weights, _KEYS, "int32[1]", weights)),
-            f"gather or {of}": (gather_cuda.gather_or_loop.at(V=width), (weights, _KEYS, weights, _KEYS, weights)),
+            f"look up {of}": (gather_cuda.look_up_loop.at(V=width), look_up),
             f"pool {of}": (pool_cuda.pool_loop.at(V=width), (*bags, _FLOATS, weights)),
             f"pool parts {of}": (pool_cuda.pool_loop.at(V=width), (*parts, _FLOATS, weights)),
             f"pool max {of}": (pool_cuda.pool_max_loop.at(V=width), (*bags, weights, "int32[2]")),
@@ -151,6 +154,6 @@ def _loops_of_weights(dtype: str) -> Cases:
             f"check scaled sums {of}": (
                 finite_cuda.check_sums_loop.at(V=width, SCALED=True), (*segments, _KEYS, _KEYS),
             ),
-            f"reduce {of}": (reduce_grads_cuda.reduce_loop.at(V=width, SCALED=False), (*segments, _ROWS, "bool[1]")),
+            f"reduce {of}": (reduce_grads_cuda.reduce_loop.at(V=width, SCALED=False), (*segments, _ROWS, _KEYS)),
         }  # fmt: skip
     return found

@@ -58,13 +58,10 @@ def check_sums_loop(
 
 
 @cuda
-def check_each_loop(finite_U: Array, go_1: Array) -> None:
-    """go_1[0] turns 0 where one of finite_U is False."""
-    u = cuda.grid(1)
-    while u < finite_U.shape[0]:
-        if not finite_U[u]:
-            go_1[0] = 0
-        u += cuda.gridsize(1)
+def check_sum_loop(finite_1: Array, go_1: Array) -> None:
+    """go_1[0] turns 0 if finite_1[0] is 0."""
+    if cuda.grid(1) == 0 and finite_1[0] == 0:
+        go_1[0] = 0
 
 
 @cuda
@@ -76,7 +73,7 @@ def check_norm_loop(norm_1: Array, go_1: Array) -> None:
 
 def check_segments_cuda(segments: Segments, sum_max: float, go_1: torch.Tensor, *, gpu: Gpu) -> None:
     """go_1[0] turns 0 if a sum is not finite; sums whose exact value is below `sum_max` are."""
-    large_1 = gpu.zeros(1)
+    large_1 = gpu.filled(1)
     bound = sum_max / max(1, segments.order_N.shape[0])
     if segments.scaled:
         bound /= SCALE_MAX
@@ -97,6 +94,6 @@ def check_norm_cuda(norm: torch.Tensor, go_1: torch.Tensor, *, gpu: Gpu) -> None
     gpu.run(check_norm_loop, 1, zero_or_nan.reshape(1).to(torch.float32), go_1)
 
 
-def check_each_cuda(finite_U: torch.Tensor, go_1: torch.Tensor, *, gpu: Gpu) -> None:
-    """go_1[0] turns 0 if one of finite_U, bool, is False."""
-    gpu.run(check_each_loop, finite_U.shape[0], finite_U, go_1)
+def check_sums_cuda(finite_1: torch.Tensor, go_1: torch.Tensor, *, gpu: Gpu) -> None:
+    """go_1[0] turns 0 if finite_1[0], of sums that were made before, is 0."""
+    gpu.run(check_sum_loop, 1, finite_1, go_1)

@@ -3,12 +3,19 @@
 Copies move bits, 16 bytes at a time where every row is aligned to that. A group of threads shares a row.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Array
+from oneemb.kernels.hash_index_cuda import PLACE_MASK, seek
+from oneemb.kernels.init_rows_cuda import ListedSlots
 from oneemb.kernels.jit import cuda, move
 from oneemb.kernels.launch import Gpu, vector_width
+
+if TYPE_CHECKING:
+    from oneemb.kernels.unique_keys_cuda import DeviceKeys
 
 V = 1  # elements a thread takes at a time; `at(V=...)` sets it
 
@@ -32,36 +39,62 @@ def gather_loop(weight_SX: Array, slot_U: Array, inverse_N: Array, out_ND: Array
 
 
 @cuda
-def gather_or_loop(weight_SX: Array, slot_U: Array, other_UX: Array, inverse_N: Array, out_ND: Array) -> None:
-    """out_ND[n] = the weights of key u = inverse_N[n] in slot slot_U[u], or those in other_UX[u] where that is -1;
-    zeros for padding. u = n if the length of inverse_N is 0."""
+def look_up_loop(
+    cell_C2: Array, weight_SX: Array, table_U: Array, id_U: Array, head_U: Array, size_2: Array, inverse_N: Array,
+    inserted_2: Array, out_ND: Array, count_4: Array, absent_R: Array, key_R: Array, absent_1: Array,
+) -> None:  # fmt: skip
+    """out_ND[n] = weights of key u = inverse_N[n], zeros for padding. u = n if the length of inverse_N is 0.
+
+    An id whose key has no row is listed, in any order: its place n in absent_R, u in key_R, their number in absent_1.
+    count_4: as of `acquire_loop`; a key without a row counts once if head_U says where each key is first, else at each
+    of its ids.
+    """
     dim = out_ND.shape[1]
     n = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+    if n == 0 and cuda.threadIdx.x == 0:
+        count_4[1] = size_2[0]
+        count_4[2] = size_2[1]
+        count_4[3] = inserted_2[1]
     while n < out_ND.shape[0]:
         u = inverse_N[n] if inverse_N.shape[0] > 0 else np.int64(n)
-        s = slot_U[u] if u >= 0 else u
-        d = cuda.threadIdx.x * V
-        while d < dim:
-            if u < 0:
+        c = seek(cell_C2, table_U[u], id_U[u]) if u >= 0 else np.int64(-1)
+        if c >= 0:
+            s = (cell_C2[c, 1] & PLACE_MASK) - 1
+            d = cuda.threadIdx.x * V
+            while d < dim:
+                move(out_ND, n, d, weight_SX, s, d)
+                d += cuda.blockDim.x * V
+        elif u < 0:
+            d = cuda.threadIdx.x * V
+            while d < dim:
                 for i in range(V):
                     out_ND[n, d + i] = 0
-            elif s < 0:
-                move(out_ND, n, d, other_UX, u, d)
-            else:
-                move(out_ND, n, d, weight_SX, s, d)
-            d += cuda.blockDim.x * V
+                d += cuda.blockDim.x * V
+        elif cuda.threadIdx.x == 0:
+            r = cuda.atomic.add(absent_1, 0, 1)
+            absent_R[r] = n
+            key_R[r] = u
+            if head_U.shape[0] == 0 or head_U[u] == n:
+                cuda.atomic.add(count_4, 0, 1)
         n += cuda.gridDim.x * cuda.blockDim.y
 
 
-def gather_or_cuda(
-    weight_SX: torch.Tensor, slot_U: torch.Tensor, other_UX: torch.Tensor, inverse_N: torch.Tensor,
-    out_ND: torch.Tensor, *, gpu: Gpu,
-) -> None:  # fmt: skip
-    """Like `gather_cuda`, with row u of `other_UX`, [U, X], as the weights of a key u without a slot (-1). inverse_N of
-    length 0: id n is key n."""
+def look_up_cuda(
+    cell_C2: torch.Tensor, weight_SX: torch.Tensor, keys: "DeviceKeys", inserted_2: torch.Tensor, out_ND: torch.Tensor,
+    count_4: torch.Tensor, *, gpu: Gpu,
+) -> ListedSlots:  # fmt: skip
+    """Write the weights of each id of a batch into out_ND, zeros for padding, from the rows that an index finds.
+    Returns the rows of out_ND whose keys have no row, to be written by `init_rows_cuda`. count_4: zeros, which the loop
+    counts up."""
     size, dim = out_ND.shape
-    v = vector_width(dim, weight_SX, other_UX, out_ND)
-    gpu.run_rows(gather_or_loop.at(V=v), size, dim // v, weight_SX, slot_U, other_UX, inverse_N, out_ND)
+    absent_R, key_R = gpu.empty(2, size, dtype=torch.int64).unbind()
+    absent_1 = gpu.filled(1)
+    v = vector_width(dim, weight_SX, out_ND)
+    gpu.run_rows(
+        look_up_loop.at(V=v), size, dim // v, cell_C2, weight_SX, keys.table_U, keys.id_U, keys.head_U, keys.size_2,
+        keys.inverse_N, inserted_2, out_ND, count_4, absent_R, key_R, absent_1,
+    )  # fmt: skip
+    return ListedSlots(absent_R, key_R, absent_1)
 
 
 def gather_cuda(

@@ -24,7 +24,7 @@ from oneemb.kernels.jit_code import mul_high
 PLACE_BITS = 40
 """Bits of a cell's word that hold the place."""
 
-_PLACE_MASK = (1 << 40) - 1
+PLACE_MASK = (1 << 40) - 1
 
 
 @rule
@@ -77,7 +77,7 @@ def find_loop(cell_C2: Array, table_U: Array, id_U: Array, size_1: Array, place_
     u = cuda.grid(1)
     while u < size_1[0]:
         c = seek(cell_C2, table_U[u], id_U[u])
-        place_U[u] = (cell_C2[c, 1] & _PLACE_MASK) - 1 if c >= 0 else -1
+        place_U[u] = (cell_C2[c, 1] & PLACE_MASK) - 1 if c >= 0 else -1
         u += cuda.gridsize(1)
 
 
@@ -102,7 +102,7 @@ def erase_loop(cell_C2: Array, table_U: Array, id_U: Array, old_U: Array) -> Non
         c = seek(cell_C2, table_U[u], id_U[u])
         old_U[u] = -1
         if c >= 0:
-            old_U[u] = (cell_C2[c, 1] & _PLACE_MASK) - 1
+            old_U[u] = (cell_C2[c, 1] & PLACE_MASK) - 1
             cell_C2[c, 1] = -1
         u += cuda.gridsize(1)
 
@@ -129,5 +129,5 @@ def items_loop(cell_C2: Array, table_N: Array, id_N: Array, place_N: Array, size
             n = cuda.atomic.add(size_1, 0, 1)
             table_N[n] = word >> PLACE_BITS
             id_N[n] = cell_C2[c, 0]
-            place_N[n] = (word & _PLACE_MASK) - 1
+            place_N[n] = (word & PLACE_MASK) - 1
         c += cuda.gridsize(1)

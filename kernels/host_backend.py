@@ -170,10 +170,13 @@ class HostBackend:
     def sum_segments(self, segments: Any) -> tuple[np.ndarray, np.ndarray]:
         return sum_segments(segments, threads=self.threads)
 
+    def finite_of(self, grad_UD: np.ndarray) -> np.ndarray:
+        return self.array(torch.isfinite(self.tensor(grad_UD)).all(1))
+
     def surely_finite(self, terms: Sequence[Terms], dense: Sequence[torch.Tensor]) -> bool:
-        for grad_NX, scale_N, number, finite_U in terms:
-            if finite_U is not None:
-                if not finite_U.all():
+        for grad_NX, scale_N, number, finite_X in terms:
+            if finite_X is not None:
+                if not finite_X.all():
                     return False
                 continue
             largest = largest_magnitude(grad_NX, threads=self.threads)

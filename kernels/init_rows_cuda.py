@@ -17,6 +17,10 @@ from oneemb.kernels.launch import Gpu
 from oneemb.kernels.philox import philox
 
 
+_LISTED_MAX = 1 << 14
+"""Listed rows that `init_loop` writes at a time."""
+
+
 class DeviceInitialRows:
     """`InitialRows` on the device."""
 
@@ -38,41 +42,52 @@ class ListedSlots(NamedTuple):
     """int64: the first number is the number of slots"""
 
 
+@cuda.inner
+def begin_row(
+    weight_SX: Array, row_SW: Array, s: Number, table: Number, key_id: Number, seed: Number, kind_TC: Array,
+    param_TC4: Array, end_C: Array, state: Array, state_begin: Number, lane: Number, lanes: Number,
+) -> None:  # fmt: skip
+    """Write the weights and state of the new row in slot s, which `lanes` threads share, four weights a turn."""
+    dim = end_C[end_C.shape[0] - 1]
+    id = np.uint64(key_id)
+    block = lane
+    while block < (dim + 3) // 4:
+        a, b, c, d = philox(id, id >> np.uint64(32), table, block, seed)
+        for i in range(4):
+            w = 4 * block + i
+            if w < dim:
+                column = 0
+                while end_C[column] <= w:
+                    column += 1
+                word = a if i == 0 else b if i == 1 else c if i == 2 else d
+                x = np.float32(draw(kind_TC[table, column], param_TC4[table, column], word, id))
+                weight_SX[s, w] = from_float32(x, weight_SX[s, w])
+        block += lanes
+    z = lane
+    while z < state.shape[0]:
+        row_SW[s, state_begin + z] = state[z]
+        z += lanes
+
+
 @cuda
 def init_loop(
     weight_SX: Array, row_SW: Array, slot_R: Array, key_R: Array, count_X: Array, table_U: Array, id_U: Array,
     seed: Number, kind_TC: Array, param_TC4: Array, end_C: Array, state: Array, state_begin: Number,
 ) -> None:  # fmt: skip
-    """Write the weights and state of new rows. A group of threads shares a row, four weights a turn.
+    """Write the weights and state of new rows. A group of threads shares a row.
 
     Arrays are as in `ListedSlots`; where key_R has length 0, slot r is that of key r.
     """
-    dim = end_C[end_C.shape[0] - 1]
     listed = key_R.shape[0] > 0
     rows = count_X[0] if listed else np.int64(slot_R.shape[0])
     r = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while r < rows:
         s = slot_R[r]
         u = key_R[r] if listed else np.int64(r)
-        table = table_U[u]
-        id = np.uint64(id_U[u])
-        block = cuda.threadIdx.x
-        while block < (dim + 3) // 4:
-            a, b, c, d = philox(id, id >> np.uint64(32), table, block, seed)
-            for i in range(4):
-                w = 4 * block + i
-                if w < dim:
-                    column = 0
-                    while end_C[column] <= w:
-                        column += 1
-                    word = a if i == 0 else b if i == 1 else c if i == 2 else d
-                    x = np.float32(draw(kind_TC[table, column], param_TC4[table, column], word, id))
-                    weight_SX[s, w] = from_float32(x, weight_SX[s, w])
-            block += cuda.blockDim.x
-        z = cuda.threadIdx.x
-        while z < state.shape[0]:
-            row_SW[s, state_begin + z] = state[z]
-            z += cuda.blockDim.x
+        begin_row(
+            weight_SX, row_SW, s, table_U[u], id_U[u], seed, kind_TC, param_TC4, end_C, state, state_begin,
+            cuda.threadIdx.x, cuda.blockDim.x,
+        )  # fmt: skip
         r += cuda.gridDim.x * cuda.blockDim.y
 
 
@@ -92,7 +107,9 @@ def init_rows_cuda(
     listed."""
     pieces = max(-(-int(weight_SX.shape[1]) // 4), 1)
     slots = slot_U if isinstance(slot_U, ListedSlots) else ListedSlots(slot_U, slot_U[:0], slot_U)
+    # Of listed slots there are few or none as a rule: not so many blocks begin for nothing.
+    rows = len(slots.slot_R) if slots is not slot_U else min(len(slots.slot_R), _LISTED_MAX)
     gpu.run_rows(
-        init_loop, len(slots.slot_R), pieces, weight_SX, row_SW, *slots, table_U, id_U, initial.seed, initial.kind_TC,
+        init_loop, rows, pieces, weight_SX, row_SW, *slots, table_U, id_U, initial.seed, initial.kind_TC,
         initial.param_TC4, initial.end_C, state, state_begin,
     )  # fmt: skip

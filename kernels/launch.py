@@ -16,14 +16,22 @@ import numpy as np
 import torch
 
 from oneemb.kernels import cuda_code, cuda_driver
+from oneemb.kernels.arrays import BLOCK_MAX
 from oneemb.kernels.cuda_arguments import layout_of, packer_of, signature_of
 from oneemb.kernels.cuda_driver import Kernel
 from oneemb.kernels.extras import missing
 from oneemb.kernels.jit import SIMULATED, CudaLoop
 
 # Threads of a block. In the simulator each is a thread of the machine that lives for one block.
-_BLOCK = 8 if SIMULATED else 256
+_BLOCK = 8 if SIMULATED else BLOCK_MAX
+BLOCK_BITS = _BLOCK.bit_length() - 1
 _BLOCKS_MAX = 3 if SIMULATED else 1 << 16
+
+SHARES_MAX = 4 if SIMULATED else 1 << 10
+"""Blocks of a loop of `run_shares`, at most."""
+
+SHARES_OF_THREAD = -(-SHARES_MAX // _BLOCK)
+"""Shares for each thread of a block that looks at all shares."""
 
 # Bytes of an array up to which it goes to the device by way of page-locked memory, without a wait.
 _PAGE_LOCKED_MAX = 1 << 22
@@ -50,6 +58,7 @@ class Gpu:
     def __init__(self, device: torch.device | str = "cuda"):
         self.launches = self.waits = 0
         self._buffers = threading.local()
+        self._none: dict[tuple[torch.dtype, int | None], torch.Tensor] = {}
         if SIMULATED:
             self.device = torch.device("cpu")
             return
@@ -74,15 +83,38 @@ class Gpu:
         """A tensor on the device, filled with a value."""
         return torch.full(shape, value, dtype=dtype, device=self.device)
 
-    def zeros(self, size: int) -> torch.Tensor:
-        """A few int64 zeros on the device, which nobody else has. They are filled for many calls at a time."""
-        kept: dict[tuple[int, int], list[torch.Tensor]] = vars(self._buffers).setdefault("zeros", {})
-        # One for each stream, since another stream would not wait until they are filled; and for each thread.
-        found = kept.setdefault((self.stream, size), [])
+    def none(self, dtype: torch.dtype, columns: int | None = None) -> torch.Tensor:
+        """The tensor of this dtype without elements: of shape [0], or [0, columns]."""
+        found: torch.Tensor | None = self._none.get((dtype, columns))
+        if found is None:
+            with torch.inference_mode(False):
+                found = torch.empty((0,) if columns is None else (0, columns), dtype=dtype, device=self.device)
+            self._none[dtype, columns] = found
+        return found
+
+    def filled(self, size: int, value: int = 0) -> torch.Tensor:
+        """A few int64 numbers on the device, which nobody else has. They are filled for many calls at a time."""
+        kept = self.scratch
+        found: list[torch.Tensor] | None = kept.get((size, value))
         if not found:
             with torch.inference_mode(False):
-                found += torch.zeros(_SMALL, size, dtype=torch.int64, device=self.device).unbind()
+                many = torch.full((_SMALL, size), value, dtype=torch.int64, device=self.device)
+            found = kept[size, value] = list(many.unbind())
         return found.pop()
+
+    @property
+    def scratch(self) -> dict[Any, Any]:
+        """Arrays that calls of the current thread use again on the current stream, by name: another stream would not
+        wait until they are free, and another thread might launch loops between those of a call."""
+        try:
+            kept: dict[int, dict[Any, Any]] = self._buffers.scratch
+        except AttributeError:
+            kept = self._buffers.scratch = {}
+        stream = self.stream
+        found = kept.get(stream)
+        if found is None:
+            found = kept[stream] = {}
+        return found
 
     def page_locked(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """A few numbers in page-locked memory of the host, which nobody else has. Memory is got for many calls at a
@@ -152,16 +184,24 @@ class Gpu:
         """Launch a loop in which `threadIdx.x` of a group of threads shares one of `rows` rows at a time. A group has
         no more threads than a row has pieces, `columns`: a power of two up to 32."""
         if rows > 0:
-            lanes = min(32, _BLOCK // 2, 1 << max(0, columns - 1).bit_length())
+            lanes = 1 << self.lane_bits(columns)
             groups = _BLOCK // lanes
             self._launch(loop, min(-(-rows // groups), _BLOCKS_MAX), lanes, groups, args)
 
-    block_threads = _BLOCK if SIMULATED else 1024
-    """Threads of a loop of one block."""
+    def lane_bits(self, columns: int) -> int:
+        """Bits of the number of threads that share a row of so many pieces."""
+        return min(5, _BLOCK.bit_length() - 2, max(0, columns - 1).bit_length())
 
-    def run_block(self, loop: CudaLoop, *args: Any) -> None:
-        """Launch a loop of one block."""
-        self._launch(loop, 1, self.block_threads, 1, args)
+    def shares(self, size: int) -> tuple[int, int]:
+        """How a loop of `run_shares` divides items: number of blocks, and bits of the number of items of each thread.
+        A block has 2 ** (bits + BLOCK_BITS) items, the last one perhaps fewer."""
+        bits = max(0, (-(-size // SHARES_MAX) - 1).bit_length() - BLOCK_BITS)
+        return -(-size >> bits + BLOCK_BITS), bits
+
+    def run_shares(self, loop: CudaLoop, blocks: int, *args: Any) -> None:
+        """Launch a loop in which each of so many blocks takes consecutive items."""
+        if blocks > 0:
+            self._launch(loop, blocks, _BLOCK, 1, args)
 
     def _launch(self, loop: CudaLoop, blocks: int, threads_x: int, threads_y: int, args: tuple) -> None:
         self.launches += 1

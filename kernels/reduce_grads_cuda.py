@@ -42,7 +42,8 @@ class Segments(NamedTuple):
     begin_U1: torch.Tensor
     """int64 [U + 1]: where each key's begin in order_N; N in places beyond the keys there are"""
     part_U: torch.Tensor
-    """int64 [U]: where its parts begin in part_PD, times 2 ** 26, plus their number; 0 for a key of at most one part"""
+    """int64 [U]: where its parts begin in part_PD, times 2 ** 26, plus their number; 0 for a key of at most one part.
+    Any number in places beyond the keys there are"""
     part_PD: torch.Tensor
     """float32 [P, D]: the sums of parts"""
 
@@ -85,20 +86,37 @@ def term(x_V: Array, grad_NX: Array, order_N: Array, scale_N: Array, k: Number, 
 
 
 @cuda
-def place_parts_loop(begin_U1: Array, part_U: Array, key_P: Array, count_1: Array) -> None:
-    """Give each key of several parts places for them, in any order of keys: part_U as of `Segments`; key_P[p] = u for
-    each place. count_1[0] counts places."""
-    u = cuda.grid(1)
-    while u < part_U.shape[0]:
-        count = begin_U1[u + 1] - begin_U1[u]
-        part_U[u] = 0
-        if count > PART:
-            parts = (count + PART - 1) // PART
-            first = cuda.atomic.add(count_1, 0, parts)
-            part_U[u] = first << _COUNT_BITS | parts
-            for p in range(first, first + parts):
-                key_P[p] = u
-        u += cuda.gridsize(1)
+def begin_loop(sorted_N: Array, begin_U1: Array, part_U: Array, key_P: Array, count_1: Array) -> None:
+    """begin_U1[u] = the first place of u in sorted_N, and N for all after the last u.
+
+    Each key of several parts gets places for them, in any order of keys: part_U as of `Segments`; key_P[p] = u for each
+    place. count_1[0] counts places.
+    """
+    size = sorted_N.shape[0]
+    n = cuda.grid(1)
+    while n < size:
+        u = sorted_N[n]
+        if u >= 0 and (n == 0 or sorted_N[n - 1] != u):
+            begin_U1[u] = n
+            part_U[u] = 0
+            if n + PART < size and sorted_N[n + PART] == u:
+                last, end = n + PART, size  # a place of u, and one behind it; they close in on the end of u
+                while end - last > 1:
+                    middle = (last + end) >> 1
+                    if sorted_N[middle] == u:
+                        last = middle
+                    else:
+                        end = middle
+                parts = (end - n + PART - 1) // PART
+                first = cuda.atomic.add(count_1, 0, parts)
+                part_U[u] = first << _COUNT_BITS | parts
+                for p in range(first, first + parts):
+                    key_P[p] = u
+        n += cuda.gridsize(1)
+    beyond = sorted_N[size - 1] + 1 + cuda.grid(1)
+    while beyond < begin_U1.shape[0]:
+        begin_U1[beyond] = size
+        beyond += cuda.gridsize(1)
 
 
 @cuda
@@ -106,7 +124,7 @@ def sum_parts_loop(
     grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U: Array, part_PD: Array, key_P: Array,
     count_1: Array,
 ) -> None:  # fmt: skip
-    """Sum each part in batch order; key_P and count_1 as of `place_parts_loop`."""
+    """Sum each part in batch order; key_P and count_1 as of `begin_loop`."""
     sum_V = cuda.local.array(V, np.float32)
     x_V = cuda.local.array(V, np.float32)
     p = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
@@ -152,10 +170,10 @@ def sum_segment(
 @cuda
 def reduce_loop(
     grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U: Array, part_PD: Array, grad_UD: Array,
-    finite_U: Array,
+    finite_1: Array,
 ) -> None:  # fmt: skip
-    """Write each key's sum, and nothing in places beyond the keys there are; finite_U[u] turns 0 where a value of the
-    sum is not finite."""
+    """Write each key's sum, and nothing in places beyond the keys there are; finite_1[0] turns 0 where a value of a sum
+    is not finite."""
     sum_V = cuda.local.array(V, np.float32)
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while u < grad_UD.shape[0] and begin_U1[u] < order_N.shape[0]:
@@ -165,15 +183,43 @@ def reduce_loop(
             store(grad_UD, u, d, sum_V)
             for i in range(V):
                 if is_nonfinite(sum_V[i]):
-                    finite_U[u] = False
+                    finite_1[0] = 0
             d += cuda.blockDim.x * V
         u += cuda.gridDim.x * cuda.blockDim.y
 
 
+class Occurrences(NamedTuple):
+    """The ids of each key in batch order, and places for sums of parts."""
+
+    order_N: torch.Tensor
+    """int64 [N]: those of key u are order_N[begin_U1[u]], ..., order_N[begin_U1[u + 1] - 1]"""
+    begin_U1: torch.Tensor
+    """int64 [U + 1]"""
+    part_U: torch.Tensor
+    """int64 [U]: as of `Segments`"""
+    key_P: torch.Tensor
+    """int64 [P]: the key of each part"""
+    count_1: torch.Tensor
+    """int64 [1]: number of parts"""
+
+
+def occurrences(inverse_N: torch.Tensor, keys: int, *, gpu: "Gpu") -> Occurrences:
+    """The occurrences of each of `keys` keys. inverse_N: the key of each id, -1 for padding; int32, or int64, which are
+    more bytes to sort."""
+    # The sort is stable, so that ids of one key stay in batch order; padding, -1, comes first and is in no range.
+    sorted_N, order_N = torch.sort(inverse_N, stable=True)
+    size = len(order_N)
+    # An upper bound: a key that has parts has more than PART occurrences, so at least PART / 2 for each part.
+    parts = 2 * size // PART if size > PART else 0
+    begin_U1, part_U = gpu.empty(keys + 1, dtype=torch.int64), gpu.empty(keys, dtype=torch.int64)
+    found = Occurrences(order_N, begin_U1, part_U, gpu.empty(parts, dtype=torch.int64), gpu.filled(1))
+    gpu.run(begin_loop, size, sorted_N, *found[1:])
+    return found
+
+
 def segments_of(
     grad_NX: torch.Tensor,
-    order_N: torch.Tensor,
-    begin_U1: torch.Tensor,
+    occurrences: Occurrences,
     bag_N: torch.Tensor | None = None,
     scale_N: torch.Tensor | None = None,
     *,
@@ -183,35 +229,38 @@ def segments_of(
 
     Args:
         grad_NX: [N, D], or [P, D] of bags; C-contiguous, bits of float32, float16 (uint16) or bfloat16 (int16).
-        order_N, begin_U1: of `oneemb.kernels.unique_keys_cuda.occurrences`.
+        occurrences: result of `occurrences`.
         bag_N: int64 [N], the row of grad_NX for each id; None = its own.
         scale_N: float32 [N], the factor of each id's row; None = 1.
     """
     from oneemb.kernels.launch import vector_width
 
-    dim, size, keys = grad_NX.shape[1], len(order_N), len(begin_U1) - 1
-    scale_N = gpu.empty(0, dtype=torch.float32) if scale_N is None else scale_N[order_N]
+    order_N, begin_U1, part_U, key_P, count_1 = occurrences
+    dim, parts = grad_NX.shape[1], key_P.shape[0]
+    scale_N = gpu.none(torch.float32) if scale_N is None else scale_N[order_N]
     order_N = order_N if bag_N is None else bag_N[order_N]
-    # An upper bound: a key that has parts has more than PART occurrences, so at least PART / 2 for each part.
-    parts = 2 * size // PART if size > PART else 0
-    part_U, part_PD = gpu.empty(keys, dtype=torch.int64), gpu.empty(parts, dim, dtype=torch.float32)
-    segments = Segments(grad_NX, order_N, scale_N, begin_U1, part_U, part_PD)
-    key_P, count_1 = gpu.empty(parts, dtype=torch.int64), gpu.zeros(1)
-    gpu.run(place_parts_loop, keys, begin_U1, part_U, key_P, count_1)
-    v = vector_width(dim, grad_NX, part_PD)
-    loop = sum_parts_loop.at(V=v, SCALED=segments.scaled)
-    gpu.run_rows(loop, parts, dim // v, *segments, key_P, count_1)
+    segments = Segments(grad_NX, order_N, scale_N, begin_U1, part_U, gpu.empty(parts, dim, dtype=torch.float32))
+    if parts > 0:
+        v = vector_width(dim, grad_NX, segments.part_PD)
+        loop = sum_parts_loop.at(V=v, SCALED=segments.scaled)
+        gpu.run_rows(loop, parts, dim // v, *segments, key_P, count_1)
     return segments
 
 
-def reduce_grads_cuda(segments: Segments, *, gpu: "Gpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum gradients of equal keys: grad_UD float32 [U, D] and finite_U bool [U], on the device. Beyond the keys there
-    are grad_UD holds any numbers, and finite_U True."""
+def reduce_grads_cuda(
+    segments: Segments, finite_1: torch.Tensor | None = None, *, gpu: "Gpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum gradients of equal keys: grad_UD float32 [U, D], and int64 [1], 1 if all sums are finite, on the device.
+    Beyond the keys there are grad_UD holds any numbers.
+
+    Args:
+        finite_1: the number that turns 0 if a sum is not finite; None = a new one.
+    """
     from oneemb.kernels.launch import vector_width
 
     keys, dim = segments.begin_U1.shape[0] - 1, segments.grad_NX.shape[1]
     grad_UD = gpu.empty(keys, dim, dtype=torch.float32)
-    finite_U = gpu.full(keys, value=True, dtype=torch.bool)
+    finite_1 = gpu.filled(1, 1) if finite_1 is None else finite_1
     v = vector_width(dim, segments.grad_NX, segments.part_PD, grad_UD)
-    gpu.run_rows(reduce_loop.at(V=v, SCALED=segments.scaled), keys, dim // v, *segments, grad_UD, finite_U)
-    return grad_UD, finite_U
+    gpu.run_rows(reduce_loop.at(V=v, SCALED=segments.scaled), keys, dim // v, *segments, grad_UD, finite_1)
+    return grad_UD, finite_1

@@ -9,6 +9,8 @@ by `element_loop`; one that first needs numbers of the whole row by `row_loop`. 
 
 Letters: V weights that a thread handles at once, X values of a row as it is stored.
 
+A loop also sets the dirty bits of its rows, unless the length of dirty_S is 0.
+
 Invariants: those of oneemb.kernels.row_update; slot -1 is left out, and a loop ends at slot `BEYOND`; and where go_1[0]
 is 0, which a check on the device may set, nothing is written.
 """
@@ -111,7 +113,7 @@ optimizer: Any = None
 @cuda
 def element_loop(
     weight_SX: Array, row_SW: Array, slot_U: Array, grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array,
-    part_U: Array, part_PD: Array, go_1: Array, state_begin: Number, scalars: tuple,
+    part_U: Array, part_PD: Array, go_1: Array, dirty_S: Array, state_begin: Number, scalars: tuple,
 ) -> None:  # fmt: skip
     """One step of an optimizer that looks at one weight at a time."""
     g_V = cuda.local.array(V, np.float32)
@@ -120,6 +122,8 @@ def element_loop(
     while u < slot_U.shape[0] and slot_U[u] != BEYOND and go_1[0] != 0:
         s = slot_U[u]
         d = cuda.threadIdx.x * V if s >= 0 else dim
+        if d == 0 and dirty_S.shape[0] > 0:
+            dirty_S[s] = True
         while d < dim:
             gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U, part_PD, u, d)
             elements(weight_SX, row_SW, s, d, state_begin, dim, g_V, scalars)
@@ -214,7 +218,7 @@ _BLOCK_MAX = 256
 @cuda
 def row_loop(
     weight_SX: Array, row_SW: Array, slot_U: Array, grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array,
-    part_U: Array, part_PD: Array, go_1: Array, state_begin: Number, scalars: tuple,
+    part_U: Array, part_PD: Array, go_1: Array, dirty_S: Array, state_begin: Number, scalars: tuple,
 ) -> None:  # fmt: skip
     """One step of an optimizer that needs rates of a row before it steps the row's weights one by one."""
     share_x = cuda.shared.array(_BLOCK_MAX, np.float32)  # each thread's shares of its row's sums
@@ -265,6 +269,8 @@ def row_loop(
         cuda.syncthreads()  # the row's state has been read by all, and so have the shares
         if live and lane == 0:
             keep_row_state(row_SW, slot_U[u], at, rates[0])
+            if dirty_S.shape[0] > 0:
+                dirty_S[slot_U[u]] = True
         first += cuda.gridDim.x * groups
 
 
@@ -291,10 +297,12 @@ def run_row_update_cuda(
     state_begin: int,
     *scalars: Any,
     go_1: "torch.Tensor | None" = None,
+    dirty_S: "torch.Tensor | None" = None,
     gpu: "Gpu",
 ) -> None:
     """Run an update's loop over all rows of slot_U, with gradients float32 [U, D] or the segments of the U keys. go_1,
-    int64 [1] on the device: 0 = leave the rows as they are; None = go."""
+    int64 [1] on the device: 0 = leave the rows as they are; None = go. dirty_S, bool [S]: dirty bits that the loop sets;
+    None = none."""
     import torch
 
     from oneemb.kernels.launch import vector_width
@@ -302,14 +310,14 @@ def run_row_update_cuda(
     if isinstance(grad, Segments):
         arrays, how = grad, sum_segment
     else:
-        none, no_scale = gpu.empty(0, dtype=torch.int64), gpu.empty(0, dtype=torch.float32)
-        no_part = gpu.empty(0, grad.shape[1], dtype=torch.float32)
-        arrays, how = Segments(grad, none, no_scale, none, none, no_part), given
-    go_1 = gpu.full(1, value=1, dtype=torch.int64) if go_1 is None else go_1
+        none, no_scale = gpu.none(torch.int64), gpu.none(torch.float32)
+        arrays, how = Segments(grad, none, no_scale, none, none, gpu.none(torch.float32, grad.shape[1])), given
+    go_1 = gpu.filled(1, 1) if go_1 is None else go_1
+    dirty_S = gpu.none(torch.bool) if dirty_S is None else dirty_S
     dim = arrays.grad_NX.shape[1]
     v = vector_width(dim, weight_SX, row_SW, arrays.grad_NX, arrays.part_PD)
     v = v if state_begin % 4 == 0 else 1
     loop = loop.at(V=v, gradient=how, SCALED=arrays.scaled)
     gpu.run_rows(
-        loop, len(slot_U), dim // v, weight_SX, row_SW, slot_U, *arrays, go_1, state_begin, scalars
+        loop, len(slot_U), dim // v, weight_SX, row_SW, slot_U, *arrays, go_1, dirty_S, state_begin, scalars
     )  # fmt: skip

@@ -4,7 +4,8 @@ Keys claim cells of a scratch table by compare-and-swap. A cell holds the first 
 keys are compared by reading the batch there: so every int64 is a legal id, and one atomic write publishes a cell.
 Ranking the first occurrences gives the unique keys in batch order, in whatever order the threads ran.
 
-The occurrences of key u, in batch order:  order_N[begin_U1[u]], ..., order_N[begin_U1[u + 1] - 1]
+A cell of the scratch table belongs to the batch whose number is in its upper bits. The table is kept for the batches
+that follow, in which cells of earlier batches are free, so that it is not filled for each batch.
 
 The arrays of unique keys have room for N. Their number, and whether the tables of ids are valid, lie on the device
 (`size_2`), so that the next loops need not wait for the host.
@@ -13,17 +14,22 @@ The arrays of unique keys have room for N. Their number, and whether the tables 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from oneemb.kernels.arrays import Array
+from oneemb.kernels.arrays import BLOCK_MAX, Array
 from oneemb.kernels.hash_index_cuda import home
 from oneemb.kernels.jit import Number, cuda
-from oneemb.kernels.launch import Gpu
+from oneemb.kernels.launch import BLOCK_BITS, SHARES_MAX, Gpu
+from oneemb.kernels.ranks_cuda import rank_in_block, ranks_of_shares
 
 TABLES_MAX = 1 << 23
 """Tables that the index can tell apart."""
 
-_EMPTY = 1 << 62
+_IDS_MAX = (1 << 30) - 1  # so that numbers of ids and of cells are int32
+_PLACE_BITS = 32
+_PLACE_MASK = (1 << 32) - 1
+_BATCHES_MAX = (1 << 31) - 1
 
 
 class DeviceKeys(NamedTuple):
@@ -39,10 +45,17 @@ class DeviceKeys(NamedTuple):
     """int64 [2]: U, and 1 if tables, or offsets of bags, are not valid"""
     inverse_N: torch.Tensor
     """int64 [N]: the unique key of each id; -1 for padding"""
+    narrow: tuple[torch.Tensor, torch.Tensor] | None = None
+    """An `inverse_N`, which may have been replaced since, and the same numbers as int32"""
     check: Callable[[], object] | None = None
     """Raises what is wrong with tables and offsets; None = nothing can be wrong."""
     exact: bool = False
     """Whether the arrays are as long as there are keys, and tables and offsets are valid."""
+
+    @property
+    def narrow_N(self) -> torch.Tensor:
+        """`inverse_N`, as int32 if these numbers were made."""
+        return self.narrow[1] if self.narrow is not None and self.narrow[0] is self.inverse_N else self.inverse_N
 
     def cut(self, size: int) -> "DeviceKeys":
         """The same with the room beyond the U = `size` keys cut off."""
@@ -51,12 +64,12 @@ class DeviceKeys(NamedTuple):
 
 @cuda
 def claim_loop(
-    table_N: Array, id_N: Array, tables: Number, padded: Number, padding_id: Number, cell_C: Array, cell_N: Array,
-    size_2: Array,
+    table_N: Array, id_N: Array, tables: Number, padded: Number, padding_id: Number, batch: Number, cell_C: Array,
+    cell_N: Array, size_2: Array,
 ) -> None:  # fmt: skip
-    """cell_N[n] = the cell of the key of id n, -1 for padding; cell_C[c] = its least n.
+    """cell_N[n] = the cell of the key of id n, -1 for padding; cell_C[c] = batch + its least n.
 
-    size_2[1] turns 1 where a table is not one of `tables`.
+    `batch`: number of the batch, in the upper bits. size_2[1] turns 1 where a table is not one of `tables`.
     """
     cells = cell_C.shape[0]
     n = cuda.grid(1)
@@ -69,14 +82,16 @@ def claim_loop(
             c = home(table_N[n], id_N[n], cells)
             while True:
                 # Read first: most ids of a batch belong to a few keys, and swaps of one cell by many threads are slow.
-                m = cell_C[c]
-                if m == _EMPTY:
-                    m = cuda.atomic.cas(cell_C, c, _EMPTY, n)
-                if m == _EMPTY:
-                    break
+                held = cell_C[c]
+                if held < batch:
+                    before = held
+                    held = cuda.atomic.cas(cell_C, c, before, batch + n)
+                    if held == before:
+                        break
+                m = held & _PLACE_MASK
                 if id_N[m] == id_N[n] and table_N[m] == table_N[n]:
                     if n < m:
-                        cuda.atomic.min(cell_C, c, n)
+                        cuda.atomic.min(cell_C, c, batch + n)
                     break
                 c += 1
                 if c == cells:
@@ -86,51 +101,83 @@ def claim_loop(
 
 
 @cuda
-def first_loop(cell_C: Array, cell_N: Array, first_N: Array) -> None:
-    """first_N[n] = 1 where id n is the first of its key, else 0."""
-    n = cuda.grid(1)
-    while n < cell_N.shape[0]:
-        first_N[n] = 1 if cell_N[n] >= 0 and cell_C[cell_N[n]] == n else 0
-        n += cuda.gridsize(1)
+def first_loop(cell_C: Array, cell_N: Array, batch: Number, bits: Number, rank_N: Array, count_B: Array) -> None:
+    """rank_N[n] = how many ids before n, in its share, are the first of their keys; count_B[b] = how many are in a share.
+    A thread takes 2 ** bits ids."""
+    count_T = cuda.shared.array(BLOCK_MAX, np.int32)
+    begin = np.int64(cuda.grid(1)) << bits
+    end = min(begin + (1 << bits), cell_N.shape[0])
+    count = 0
+    for n in range(begin, end):
+        rank_N[n] = count
+        if cell_N[n] >= 0 and cell_C[cell_N[n]] == batch + n:
+            count += 1
+    rank = rank_in_block(count_T, count)
+    for n in range(begin, end):
+        rank_N[n] += rank
+    if cuda.threadIdx.x == 0:
+        count_B[cuda.blockIdx.x] = count_T[cuda.blockDim.x - 1]
 
 
 @cuda
 def collect_loop(
-    table_N: Array, id_N: Array, cell_C: Array, cell_N: Array, rank_N: Array, table_U: Array, id_U: Array,
-    head_U: Array, size_2: Array, inverse_N: Array,
+    table_N: Array, id_N: Array, cell_C: Array, cell_N: Array, bits: Number, rank_N: Array, count_B: Array,
+    table_U: Array, id_U: Array, head_U: Array, size_2: Array, inverse_N: Array, narrow_N: Array,
 ) -> None:  # fmt: skip
     """Write each key at its rank, and each id's key."""
+    count_T = cuda.shared.array(BLOCK_MAX, np.int32)
+    rank_B = cuda.shared.array(SHARES_MAX, np.int32)
+    size = ranks_of_shares(count_B, count_T, rank_B)
     n = cuda.grid(1)
+    if n == 0:
+        size_2[0] = size
     while n < cell_N.shape[0]:
-        if cell_N[n] < 0:
-            inverse_N[n] = -1
-        else:
-            first = cell_C[cell_N[n]]
-            u = rank_N[first] - 1
-            inverse_N[n] = u
+        u = -1
+        if cell_N[n] >= 0:
+            first = cell_C[cell_N[n]] & _PLACE_MASK
+            u = rank_B[first >> (bits + BLOCK_BITS)] + rank_N[first]
             if first == n:
                 table_U[u] = table_N[n]
                 id_U[u] = id_N[n]
                 head_U[u] = n
-        if n == cell_N.shape[0] - 1:
-            size_2[0] = rank_N[n]
+        inverse_N[n] = u
+        narrow_N[n] = u
         n += cuda.gridsize(1)
 
 
-@cuda
-def begin_loop(sorted_N: Array, begin_U1: Array) -> None:
-    """begin_U1[u] = the first place of u in sorted_N, and N for all after the last u."""
-    size = sorted_N.shape[0]
-    n = cuda.grid(1)
-    while n < size:
-        u = sorted_N[n]
-        if u >= 0 and (n == 0 or sorted_N[n - 1] != u):
-            begin_U1[u] = n
-        n += cuda.gridsize(1)
-    beyond = sorted_N[size - 1] + 1 + cuda.grid(1)
-    while beyond < begin_U1.shape[0]:
-        begin_U1[beyond] = size
-        beyond += cuda.gridsize(1)
+class _Scratch:
+    """Arrays of the loops above, for batches of at most `ids` ids."""
+
+    def __init__(self, ids: int, gpu: Gpu):
+        self.ids = ids
+        self._batches, self._size = 0, -1
+        self._cell_C = gpu.full(2 * ids + 1, value=0, dtype=torch.int64)
+        self._number_X = gpu.empty(2 * ids + SHARES_MAX, dtype=torch.int32)
+
+    def next_batch(self) -> int:
+        """Number of the next batch, in the upper bits."""
+        if self._batches == _BATCHES_MAX:
+            self._batches = 0
+            self._cell_C.zero_()
+        self._batches += 1
+        return self._batches << _PLACE_BITS
+
+    def arrays(self, size: int, blocks: int) -> tuple[torch.Tensor, ...]:
+        """cell_C, and cell_N, rank_N and count_B for `size` ids."""
+        if size != self._size:
+            parts = torch.split(self._number_X[: 2 * size + blocks], [size, size, blocks])
+            self._arrays, self._size = (self._cell_C, *parts), size
+        return self._arrays
+
+
+def _scratch_for(ids: int, gpu: Gpu) -> _Scratch:
+    kept = gpu.scratch
+    found: _Scratch | None = kept.get(_Scratch)
+    if found is None or found.ids < ids:
+        kept.pop(_Scratch, None)  # before there are others
+        with torch.inference_mode(False):
+            found = kept[_Scratch] = _Scratch(1 << max(0, ids - 1).bit_length(), gpu)
+    return found
 
 
 def unique_keys_cuda(
@@ -143,26 +190,25 @@ def unique_keys_cuda(
     gpu: Gpu,
 ) -> DeviceKeys:
     """The unique keys among (table_N int32, id_N int32 or int64), leaving out ids that equal `padding_id`. `size_2` is
-    zeros, or the errors found before; an id of another table than of `tables` is noted there."""
+    zeros, or the errors found before; an id of another table than of `tables` is noted there.
+
+    Raises:
+        ValueError: there are 2^30 ids or more.
+    """
     size = id_N.shape[0]
-    cell_C = gpu.full(2 * size + 1, value=_EMPTY, dtype=torch.int64)
-    cell_N, first_N, head_U, id_U, inverse_N = gpu.empty(5, size, dtype=torch.int64).unbind()
-    table_U = gpu.empty(size, dtype=torch.int32)
-    size_2 = gpu.zeros(2) if size_2 is None else size_2
-    gpu.run(claim_loop, size, table_N, id_N, tables, padding_id is not None, padding_id or 0, cell_C, cell_N, size_2)
-    gpu.run(first_loop, size, cell_C, cell_N, first_N)
-    rank_N = first_N.cumsum(0)
-    gpu.run(
-        collect_loop, size, table_N, id_N, cell_C, cell_N, rank_N, table_U, id_U, head_U, size_2, inverse_N
-    )  # fmt: skip
-    return DeviceKeys(table_U, id_U, head_U, size_2, inverse_N)
-
-
-def occurrences(inverse_N: torch.Tensor, keys: int, *, gpu: Gpu) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids of each of `keys` keys in batch order: order_N int64 [N], begin_U1 int64 [U + 1]."""
-    # The sort is stable, so that ids of one key stay in batch order; padding, -1, comes first and is in no range.
-    narrow = torch.int32 if keys < 2**31 else torch.int64
-    sorted_N, order_N = torch.sort(inverse_N.to(narrow), stable=True)
-    begin_U1 = gpu.empty(keys + 1, dtype=torch.int64)
-    gpu.run(begin_loop, inverse_N.shape[0], sorted_N, begin_U1)
-    return order_N, begin_U1
+    if size > _IDS_MAX:
+        raise ValueError(f"a lookup on a GPU must have at most {_IDS_MAX} ids, got {size}; divide the batch")
+    id_U, head_U, inverse_N = gpu.empty(3, size, dtype=torch.int64).unbind()
+    table_U, narrow_N = gpu.empty(2, size, dtype=torch.int32).unbind()
+    size_2 = gpu.filled(2) if size_2 is None else size_2
+    if size > 0:
+        scratch, (blocks, bits) = _scratch_for(size, gpu), gpu.shares(size)
+        cell_C, cell_N, rank_N, count_B = scratch.arrays(size, blocks)
+        padded, batch = padding_id is not None, scratch.next_batch()
+        gpu.run(claim_loop, size, table_N, id_N, tables, padded, padding_id or 0, batch, cell_C, cell_N, size_2)
+        gpu.run_shares(first_loop, blocks, cell_C, cell_N, batch, bits, rank_N, count_B)
+        gpu.run(
+            collect_loop, size, table_N, id_N, cell_C, cell_N, bits, rank_N, count_B, table_U, id_U, head_U, size_2,
+            inverse_N, narrow_N,
+        )  # fmt: skip
+    return DeviceKeys(table_U, id_U, head_U, size_2, inverse_N, (inverse_N, narrow_N))

@@ -18,8 +18,8 @@ class Summed(NamedTuple):
 
     grad_UD: Array
     """float32 [U, D]"""
-    finite_U: Array
-    """bool [U]: whether all values of the sum are finite."""
+    finite_X: Array
+    """Whether all values of a sum are finite, as `Backend.sum_segments` returns it."""
 
 
 class RowGrads:
@@ -32,7 +32,7 @@ class RowGrads:
         generation: `generation` of the store when the rows got these slots.
         table_U, id_U, slot_U: tables, ids and slots of the keys; slot -1 = the row is not pinned.
         segments: the gradients of ids, grouped by unique key; None = `sums` is given.
-        sums: (grad_UD, finite_U), see the property; None = `segments` is given.
+        sums: (grad_UD, finite_X), see the property; None = `segments` is given.
         stores: for merged stores, the stores whose lookups got a gradient; None = all.
         unique: the keys whose arrays may have room for more than there are, see `counted`; None = they have not.
     """
@@ -77,7 +77,8 @@ class RowGrads:
 
     @property
     def sums(self) -> tuple[Array, Array]:
-        """(grad_UD, float32 [U, D]; finite_U, bool [U]: whether all values of a row's sum are finite)."""
+        """(grad_UD, float32 [U, D]; finite_X, whether all values of a sum are finite), as from
+        `Backend.sum_segments`."""
         if self._sums is None:
             assert self.segments is not None
             self._sums = self.store.backend.sum_segments(self.segments)
@@ -88,34 +89,42 @@ class RowGrads:
         return self.sums[0]
 
     @property
-    def finite_U(self) -> Array:
+    def finite_X(self) -> Array:
         return self.sums[1]
+
+    def finite_rows(self) -> np.ndarray:
+        """Whether all values of each row's sum are finite: bool [U], on the host."""
+        backend = self.store.backend
+        if backend.waits:
+            return torch.isfinite(backend.tensor(self.grad_UD)).all(1).cpu().numpy()
+        return cast(np.ndarray, self.finite_X)
 
     @property
     def to_sum(self) -> Segments | None:
         """The gradients that are still to be summed; None = they have been summed."""
         return self.segments if self._sums is None else None
 
-    def sum_to_check(self) -> None:
+    def sum_to_check(self, go_1: Array | None = None) -> None:
         """On a GPU, sum float32 gradients now if there are as many gradients as keys or more: a check then reads the
         sums, and the gradients are read once. Gradients of bags may be fewer than keys, and gradients of 16 bits are
-        smaller than sums; a check reads these as they are, and the update reads them once more."""
-        segments = self.to_sum
-        if segments is not None and self.store.backend.waits and segments.grad_NX.dtype is torch.float32:
+        smaller than sums; a check reads these as they are, and the update reads them once more. `go_1`: number on the
+        device that turns 0 if a sum that is made now is not finite."""
+        segments, backend = self.to_sum, cast(Any, self.store.backend)
+        if segments is not None and backend.waits and segments.grad_NX.dtype is torch.float32:
             if len(self.id_U) <= len(segments.grad_NX):
-                self.sums  # noqa: B018  # the first read makes them
+                self._sums = (backend if go_1 is None else backend.guarded(go_1)).sum_segments(segments)
 
     @property
     def terms(self) -> Terms:
         """The terms of the sums: gradients that are still to be summed, or finished sums as single terms."""
         if self.segments is None or self._sums is not None:
-            return Terms(self.grad_UD, None, 1, self.finite_U)
+            return Terms(self.grad_UD, None, 1, self.finite_X)
         return Terms(self.segments.grad_NX, self.segments.scale_N, len(self.segments.order_N))
 
     def with_sums(self, grad_UD: Array) -> "RowGrads":
         """Gradients of the same keys with `grad_UD` as their sums."""
         backend = self.store.backend
-        sums = grad_UD, backend.array(torch.isfinite(backend.tensor(grad_UD)).all(1))
+        sums = grad_UD, backend.finite_of(grad_UD)
         keys = self.table_U, self.id_U, self.slot_U
         return RowGrads(self.store, self.generation, *keys, sums=sums, stores=self.stores)
 
@@ -173,7 +182,9 @@ class RowGrads:
         """The gradients of the keys with the indices `u`, summed."""
         self.counted()
         keys = self.table_U[u], self.id_U[u], self.slot_U[u]
-        return RowGrads(self.store, self.generation, *keys, sums=(self.grad_UD[u], self.finite_U[u]))
+        grad_UD, backend = self.grad_UD[u], self.store.backend
+        finite_X = backend.finite_of(grad_UD) if backend.waits else self.finite_X[u]
+        return RowGrads(self.store, self.generation, *keys, sums=(grad_UD, finite_X))
 
 
 def nowhere(backend: Backend, rows: int) -> Array:

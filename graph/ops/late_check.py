@@ -65,13 +65,14 @@ class LateCheck:
             self._begin(grads, [grad for grad in dense if grad.numel()], counts)
 
     def _begin(self, grads: Sequence[RowGrads], dense: Sequence[torch.Tensor], counts: Counts) -> None:
-        from oneemb.kernels.finite_cuda import check_each_cuda, check_norm_cuda, check_segments_cuda
+        from oneemb.kernels.finite_cuda import check_norm_cuda, check_segments_cuda, check_sums_cuda
 
         gpu = self.backend.gpu
         for grad in grads:
-            grad.sum_to_check()
+            grad.sum_to_check(self.go_1)
             if grad.to_sum is None:
-                check_each_cuda(grad.finite_U, self.go_1, gpu=gpu)
+                if grad.finite_X is not self.go_1:
+                    check_sums_cuda(grad.finite_X, self.go_1, gpu=gpu)
             else:
                 check_segments_cuda(cast(Any, grad.to_sum), SUM_MAX, self.go_1, gpu=gpu)
             grad.go_1 = self.go_1

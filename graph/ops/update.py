@@ -12,7 +12,7 @@ from oneemb.graph.ops.late_check import Counts, NonFiniteGradientError, late_che
 from oneemb.graph.ops.lookup import REPLACED, Lease
 from oneemb.graph.ops.merged import MergedRows
 from oneemb.graph.ops.row_grad import RowGrad
-from oneemb.graph.row_optimizers import Group, RowOptimizer
+from oneemb.graph.row_optimizers import Group, RowOptimizer, has_own_update
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StorageError
 from oneemb.storage.locking.step_lock import while_held
@@ -258,7 +258,7 @@ def _find_nonfinite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrad
     """Text about the first gradient that is not finite; None = all are finite."""
     for row_grads in grads:
         row_grads.counted()
-        finite_U = row_grads.store.backend.tensor(row_grads.finite_U).cpu().numpy()
+        finite_U = row_grads.finite_rows()
         if not finite_U.all():
             u = int(np.argmin(finite_U))
             count = int(np.count_nonzero(~finite_U))
@@ -347,8 +347,11 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
     def write() -> None:
         with changing:
             row_SW, layout, backend = store.row_SW, store.format, store.backend
-            if grads.go_1 is not None:
-                backend = cast(Any, backend).guarded(grads.go_1)
+            # On a GPU the loops of updates set dirty bits themselves.
+            marks = not backend.waits or has_own_update(row_optimizer)
+            if backend.waits:
+                dirty_S = None if marks else cast(Any, store).hot.dirty_S
+                backend = cast(Any, backend).guarded(grads.go_1, dirty_S)
             weight_SX = layout.weights(row_SW)
             for part, step, group in parts:
                 row_optimizer.update(
@@ -357,7 +360,11 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
                 )  # fmt: skip
             for member in grads.stores:
                 member.step += 1
-            store.mark_dirty(grads.table_U, grads.slot_U)
+            if marks:
+                store.mark_dirty(grads.table_U, grads.slot_U)
+            else:
+                for member in grads.stores:
+                    member.changes += 1
 
     store_lock, writing = [], []
     for member in grads.stores:

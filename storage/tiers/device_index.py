@@ -29,7 +29,6 @@ class DeviceIndex:
         cell, which must stay 0. An insertion does not wait for it: the next read of the device passes it to
         `check_inserted`."""
         self.cell_C2 = self._empty_cells(0)
-        self._none = gpu.empty(0, dtype=torch.int64)
 
     def __len__(self) -> int:
         return self._size
@@ -53,7 +52,7 @@ class DeviceIndex:
         slots, int64 [U], -1 for an absent key, cut to as many keys as there are; the number of absent keys; and
         whether tables or offsets are invalid."""
         slot_U = self._gpu.empty(len(keys.id_U), dtype=torch.int64)
-        count_4 = self.launch_find(keys, pin_S, score_S, pins, tick, slot_U)
+        count_4, _ = self.launch_find(keys, pin_S, score_S, pins, tick, slot_U)
         # Bags of no ids have a size_2 that no launch has copied.
         counts = self._gpu.read(count_4) if len(slot_U) else [0, *self._gpu.read(keys.size_2), 0]
         missed, size, wrong, lost = counts
@@ -61,16 +60,21 @@ class DeviceIndex:
         return slot_U[:size], missed, bool(wrong)
 
     def launch_find(
-        self, keys: DeviceKeys, pin_S: torch.Tensor, score_S: torch.Tensor, pins: int, tick: int, slot_U: torch.Tensor,
-        absent_R: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Launch `acquire_loop`, which fills slot_U and, if it is given, absent_R. Returns its count_4."""
-        count_4 = self._gpu.zeros(4)
-        self._gpu.run(
-            acquire_loop, len(slot_U), self.cell_C2, keys.table_U, keys.id_U, keys.size_2, pin_S, score_S, pins, tick,
-            slot_U, self._none if absent_R is None else absent_R, self.inserted_2, count_4,
+        self, keys: DeviceKeys, pin_S: torch.Tensor, score_S: torch.Tensor, pins: int, tick: int, slot_U: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch `acquire_loop`, which fills slot_U. Returns its count_4 and count_B; the next call on the stream
+        writes to the same count_B."""
+        gpu, count_4 = self._gpu, self._gpu.filled(4)
+        blocks, _ = gpu.shares(slot_U.shape[0])
+        count_B = gpu.scratch.get(("counts of shares", blocks))
+        if count_B is None:
+            with torch.inference_mode(False):
+                count_B = gpu.scratch["counts of shares", blocks] = gpu.empty(blocks, dtype=torch.int32)
+        gpu.run_shares(
+            acquire_loop, blocks, self.cell_C2, keys.table_U, keys.id_U, keys.size_2, pin_S, score_S, pins, tick,
+            slot_U, self.inserted_2, count_4, count_B,
         )  # fmt: skip
-        return count_4
+        return count_4, count_B
 
     def has_room(self, more: int) -> bool:
         """Whether this many keys beyond those here fit without growth."""

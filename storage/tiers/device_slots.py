@@ -16,11 +16,11 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 import torch
 
+from oneemb.kernels.admit_cuda import Admission
 from oneemb.kernels.cuda_backend import CudaBackend
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda
-from oneemb.kernels.init_rows_cuda import ListedSlots
 from oneemb.kernels.launch import Gpu, Later
-from oneemb.kernels.slots_cuda import admit_loop, new_slots_loop, release_loop
+from oneemb.kernels.slots_cuda import release_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
 from oneemb.storage.locking.store_lock import changing
 from oneemb.storage.tiers.device_index import DeviceIndex
@@ -100,6 +100,8 @@ class DeviceSlots(MemoryTier):
     """Grows when `acquire` has made rows, or may have."""
     _free_2: torch.Tensor
     """int64 on the device: number of free slots that were given back, and number of slots ever used."""
+    _next_2: torch.Tensor
+    """An array like `_free_2`, for the numbers after the next admission."""
     _free_known: tuple[int, int]
     """Values of `_free_2` once the device has done what it was asked for."""
     _ahead_failed: int
@@ -142,20 +144,13 @@ class DeviceSlots(MemoryTier):
         self._tick += 1
         return self._tick if self.policy == "lru" else -int(self.use_score)
 
-    def _launch_find(
-        self, keys: DeviceKeys, pins: int, slot_U: torch.Tensor, absent_R: torch.Tensor | None = None
-    ) -> torch.Tensor:  # fmt: skip
-        # Reads of a resident tier count no use: nothing is evicted by them, and their keys may repeat.
-        tick = self._next_tick() if pins else 0
-        return self._index.launch_find(keys, self.pin_S, self.score_S, pins, tick, slot_U, absent_R)
-
     # ---- lookups for which the host does not wait ----------------------------------------------------------------
 
     def _make_room_to_admit(self, keys: DeviceKeys) -> bool:
         """Whether `_admit`, which does not wait for the device, can acquire these keys: only if no error is possible.
         Counts pending lookups until there is room."""
-        takes_listed_slots = getattr(self.init_rows, "takes_listed_slots", False)
-        if not self._resident or not takes_listed_slots or keys.check is not None or len(keys.id_U) == 0:
+        admits_keys = getattr(self.init_rows, "admits_keys", False)
+        if not self._resident or not admits_keys or keys.check is not None or len(keys.id_U) == 0:
             return False
         while not self._has_room(len(keys.id_U)) and self._pending:
             self._apply_first()
@@ -173,8 +168,8 @@ class DeviceSlots(MemoryTier):
         memory they wait."""
         more = _LOOKUPS_AHEAD * keys
         slots = self._free.used + self._free.fresh(more)
-        takes_listed_slots = getattr(self.init_rows, "takes_listed_slots", False)
-        if not self._resident or not takes_listed_slots or slots > self.slots or len(self.pin_S) == self._ahead_failed:
+        admits_keys = getattr(self.init_rows, "admits_keys", False)
+        if not self._resident or not admits_keys or slots > self.slots or len(self.pin_S) == self._ahead_failed:
             return
         try:
             self._index.reserve(more)
@@ -183,32 +178,31 @@ class DeviceSlots(MemoryTier):
             self._ahead_failed = len(self.pin_S)
 
     def _admit(self, keys: DeviceKeys) -> torch.Tensor:
-        """Pinned slots of keys, `BEYOND` after the last; new ones are initialized and put into the index. The
-        loops are described in slots_cuda.py. An error has changed nothing."""
-        gpu, size, free = self._gpu, len(keys.id_U), self._free
-        slot_U, new_R, key_R = gpu.empty(3, size, dtype=torch.int64).unbind()
+        """Pinned slots of keys, `BEYOND` after the last; new ones are initialized and put into the index: see
+        admit_cuda.py. An error has changed nothing."""
+        size, free = len(keys.id_U), self._free
+        slot_U = self._gpu.empty(size, dtype=torch.int64)
         # While an admission is pending, only the device knows which slots are free; then no call has changed them.
         is_known = not any(lookup.admits for lookup in self._pending)
         if is_known and self._free_known != (free.returned, free.used):
             self._free_2[:1].fill_(free.returned)
             self._free_2[1:].fill_(free.used)
             self._free_known = free.returned, free.used
-        counts = self._launch_find(keys, 1, slot_U)
+        tick, index = self._next_tick(), self._index
+        counts, count_B = index.launch_find(keys, self.pin_S, self.score_S, 1, tick, slot_U)
+        score = self._tick if self.policy == "lru" else int(self.use_score)
         try:
-            share = -(-size // gpu.block_threads)
-            gpu.run_block(new_slots_loop, slot_U, keys.size_2, counts, free.stack_X, self._free_2, share, new_R, key_R)
-            self.init_rows(self.row_SW, ListedSlots(new_R, key_R, counts), keys.table_U, keys.id_U)
-            later = gpu.read_later(counts)
+            later = self._gpu.read_later(counts)
+            admission = Admission(
+                slot_U, counts, count_B, free.stack_X, self._free_2, self._next_2, index.cell_C2, index.inserted_2,
+                self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S, score,
+            )  # fmt: skip
+            self.init_rows(self.row_SW, admission, keys.table_U, keys.id_U)
         except BaseException:
             self._release(slot_U)
             raise
-        score = self._tick if self.policy == "lru" else int(self.use_score)
         with changing:
-            gpu.run(
-                admit_loop, size, self._index.cell_C2, keys.table_U, keys.id_U, new_R, key_R, slot_U, counts,
-                self._free_2, self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S, score,
-                self._index.inserted_2,
-            )  # fmt: skip
+            self._free_2, self._next_2 = self._next_2, self._free_2
             self._pending.append(_PendingLookup(later, size, True))
             self._begun += 1
         return slot_U
@@ -341,7 +335,7 @@ class DeviceSlots(MemoryTier):
         self.row_SW, self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S = arrays
 
     def _arrays(self) -> list[torch.Tensor]:
-        return [*self._slot_arrays(), self._free.stack_X, self._free_2, self._index.cell_C2, self._index.inserted_2]
+        return [*self._slot_arrays(), self._free.stack_X, self._free_2, self._next_2, self._index.cell_C2, self._index.inserted_2]
 
     def _slot_arrays(self) -> list[torch.Tensor]:
         return [self.row_SW, self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S]

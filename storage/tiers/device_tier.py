@@ -25,8 +25,7 @@ import numpy as np
 import torch
 
 from oneemb.kernels.cuda_backend import CudaBackend
-from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda, gather_or_cuda
-from oneemb.kernels.init_rows_cuda import ListedSlots
+from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda, look_up_cuda
 from oneemb.kernels.slots_cuda import count_pinned_loop, mark_dirty_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
 from oneemb.storage.errors import StoreFullError
@@ -77,7 +76,7 @@ class DeviceTier(DeviceSlots):
         self._order = StreamOrder(gpu)
         self._tick = 0
         self._begun, self._ahead_failed = 0, -1
-        self._free_2 = gpu.empty(2, dtype=torch.int64)
+        self._free_2, self._next_2 = (gpu.empty(2, dtype=torch.int64) for _ in range(2))
         self.use_score = USE_SCORE
         with self._order(self._arrays):
             self._index = DeviceIndex(gpu)
@@ -206,15 +205,16 @@ class DeviceTier(DeviceSlots):
         self, keys: DeviceKeys, weights: Callable[[torch.Tensor], torch.Tensor], absent: InitRows, out_ND: torch.Tensor
     ) -> bool:
         """See `HotRows.gather`."""
-        size = len(keys.id_U)
-        if not self._resident or keys.check is not None or size == 0:
+        if not self._resident or keys.check is not None or out_ND.shape[0] == 0:
             return False
         self._order.after_releases()
-        slot_U, absent_R = self._gpu.empty(2, size, dtype=torch.int64).unbind()
-        other_UX = torch.empty(size, out_ND.shape[1], dtype=out_ND.dtype, device=self._gpu.device)
-        counts = self._launch_find(keys, 0, slot_U, absent_R)
-        absent(other_UX, ListedSlots(absent_R, absent_R, counts), keys.table_U, keys.id_U)
-        gather_or_cuda(weights(self.row_SW), slot_U, other_UX, keys.inverse_N, out_ND, gpu=self._gpu)
+        gpu, index = self._gpu, self._index
+        counts = gpu.filled(4)
+        # No use is counted: a resident tier evicts nothing.
+        missing = look_up_cuda(
+            index.cell_C2, weights(self.row_SW), keys, index.inserted_2, out_ND, counts, gpu=gpu
+        )  # fmt: skip
+        absent(out_ND, missing, keys.table_U, keys.id_U)
         self._count_later(counts)
         return True
 
@@ -256,6 +256,11 @@ class DeviceTier(DeviceSlots):
 
     def mark_dirty(self, slot_U: torch.Tensor) -> None:
         self._gpu.run(mark_dirty_loop, len(slot_U), slot_U, self._dirty_S)
+
+    @property
+    def dirty_S(self) -> torch.Tensor:
+        """Dirty bits, bool [S], for loops that change rows in slots that are pinned."""
+        return self._dirty_S
 
     @property
     def begun(self) -> int:

@@ -89,8 +89,8 @@ class NewRows:
     """Function, an `InitRows`, that initializes new rows of one format. `policies` decide which values absent and
     temporary rows have; None = the initial values."""
 
-    takes_listed_slots = True
-    """On a GPU the slots may be `ListedSlots`, so the host need not know which keys are new."""
+    admits_keys = True
+    """On a GPU `slot_M` may be an `Admission`, so the host need not know which keys are new."""
 
     def __init__(
         self, format: RowFormat, initial: InitialRows, backend: Backend, policies: Sequence[RowPolicy] | None = None

@@ -11,7 +11,7 @@ import torch
 
 from oneemb.kernels.arrays import BEYOND
 from oneemb.kernels.cuda_backend import CudaBackend
-from oneemb.kernels.init_rows_cuda import ListedSlots
+from oneemb.kernels.init_rows import BY_ID, CONSTANT, InitialRows
 from oneemb.kernels.launch import Later
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.tiers.device_tier import DeviceTier
@@ -24,26 +24,29 @@ W = 5
 
 
 class Begin:
-    """First values of rows that say which key they are of."""
+    """First values of rows that say which key they are of: the id, and 1000 for each odd one."""
 
-    def __init__(self, takes_listed_slots):
-        self.takes_listed_slots = takes_listed_slots
+    def __init__(self, backend, admits_keys=True):
+        self.backend, self.admits_keys = backend, admits_keys
+        initial = InitialRows(
+            0, np.array([[BY_ID, CONSTANT]] * 2), np.array([[[1e6, 0, 0, 0], [1000 * t, 0, 0, 0]] for t in range(2)]),
+            np.array([1, W]),
+        )  # fmt: skip
+        self.initial = backend.initial_rows(initial)
 
     def __call__(self, row_SW, slot_M, table_M, id_M):
-        if isinstance(slot_M, ListedSlots):
-            size = int(slot_M.count_X[0])
-            key_R = slot_M.key_R[:size]
-            slot_M, table_M, id_M = slot_M.slot_R[:size], table_M[key_R], id_M[key_R]
-        row_SW[slot_M, :W] = (1000 * table_M + id_M).to(torch.float32)[:, None].expand(-1, W)
+        self.backend.init_rows(
+            row_SW, row_SW, slot_M, table_M, id_M, self.initial, np.empty(0, np.float32), state_begin=0
+        )  # fmt: skip
 
 
 class Rows:
     """A resident tier, and batches with repeated ids that are looked up in it."""
 
-    def __init__(self, gpu, *, takes_listed_slots=True, slots=3000, **options):
+    def __init__(self, gpu, *, admits_keys=True, slots=3000, **options):
         self.backend = CudaBackend(gpu)
         self.tier = DeviceTier(
-            "device", row_width=W, slots=slots, below=None, resident=True, init=Begin(takes_listed_slots),
+            "device", row_width=W, slots=slots, below=None, resident=True, init=Begin(self.backend, admits_keys),
             backend=self.backend, **options,
         )  # fmt: skip
 
@@ -59,7 +62,7 @@ class Rows:
     def read(self, id_N):
         """The rows of ids, unknown ones too."""
         out_ND = torch.empty(len(id_N), W, device=self.backend.device)
-        assert self.tier.gather(self.keys(id_N), lambda row_SW: row_SW, Begin(True), out_ND)
+        assert self.tier.gather(self.keys(id_N), lambda row_SW: row_SW, Begin(self.backend), out_ND)
         return out_ND
 
 
@@ -75,7 +78,7 @@ def late(monkeypatch):
 def test_slots_rows_and_counts_are_those_of_lookups_that_wait(gpu, late, seed, numbers):
     rng = np.random.default_rng(seed)
     late.now = numbers == "late"
-    one, other = Rows(gpu), Rows(gpu, takes_listed_slots=False)
+    one, other = Rows(gpu), Rows(gpu, admits_keys=False)
     for rows in (one, other):
         rows.tier.release(rows.acquire([1, 2, 1])[0])  # gets memory
     for turn in range(25):
@@ -83,7 +86,7 @@ def test_slots_rows_and_counts_are_those_of_lookups_that_wait(gpu, late, seed, n
         (slot_U, ids), (other_U, others) = one.acquire(id_N), other.acquire(id_N)
         assert ids == others
         assert slot_U.tolist() == other_U.tolist() + [BEYOND] * (len(slot_U) - len(ids))
-        assert one.tier.row_SW[slot_U[: len(ids)], 0].tolist() == [1000 * (id % 2) + id for id in ids]
+        assert told(one.tier.row_SW[slot_U[: len(ids)]]) == [1000 * (id % 2) + id for id in ids]
         for rows, slots in ((one, slot_U), (other, other_U)):
             rows.tier.row_SW[slots[: len(ids)], 1] = turn + 0.5
             rows.tier.mark_dirty(slots)
@@ -92,7 +95,7 @@ def test_slots_rows_and_counts_are_those_of_lookups_that_wait(gpu, late, seed, n
             gone = keys_of((int(id) % 2, int(id)) for id in rng.permutation(60)[:20])
             assert one.tier.erase(*gone).tolist() == other.tier.erase(*gone).tolist()
             read = [rows.read(id_N) for rows in (one, other)]
-            assert torch.equal(*read) and read[0][:, 0].tolist() == [1000 * (id % 2) + id for id in id_N]
+            assert torch.equal(*read) and told(read[0]) == [1000 * (id % 2) + id for id in id_N]
         if turn % 7 == 0:
             assert len(one.tier) == len(other.tier)
     assert one.tier.check_slots() == other.tier.check_slots() == []
@@ -101,6 +104,11 @@ def test_slots_rows_and_counts_are_those_of_lookups_that_wait(gpu, late, seed, n
     stats, others = one.tier.stats(), other.tier.stats()
     for number in ("rows", "pinned", "dirty", "hits", "misses", "new_rows"):
         assert stats[number] == others[number], number
+
+
+def told(row_NW):
+    """What first values say."""
+    return (row_NW[:, 0] + row_NW[:, W - 1]).tolist()
 
 
 def scan(rows):
@@ -152,7 +160,7 @@ def test_a_row_that_cannot_begin_leaves_no_trace_of_its_lookup(gpu):
         def __call__(self, *_):
             raise RuntimeError("no row")
 
-    rows.tier.init_rows, begin = Fails(True), rows.tier.init_rows
+    rows.tier.init_rows, begin = Fails(rows.backend), rows.tier.init_rows
     with pytest.raises(RuntimeError, match="no row"):
         rows.acquire(range(5, 15))
     rows.tier.init_rows = begin
@@ -210,8 +218,8 @@ def test_eval_reads_known_and_unknown_rows_without_a_wait_as_the_cpu_does(gpu, d
 def test_sums_leave_out_room_for_more_keys(gpu):
     rows = Rows(gpu)
     keys, grad_NX = rows.keys([3, 5, 3, 3]), torch.arange(20, dtype=torch.float32, device=gpu.device).reshape(4, W)
-    grad_UD, finite_U = rows.backend.sum_segments(rows.backend.segments(keys, None, grad_NX, None))
+    grad_UD, finite_1 = rows.backend.sum_segments(rows.backend.segments(keys, None, grad_NX, None))
     expected = torch.stack([grad_NX[[0, 2, 3]].sum(0), grad_NX[1]])
-    assert torch.equal(grad_UD[:2], expected) and finite_U.all()
+    assert torch.equal(grad_UD[:2], expected) and finite_1.tolist() == [1]
     exact = rows.backend.segments(keys, None, grad_NX, None).cut(2)
     assert exact.shape == (2, W) and torch.equal(rows.backend.sum_segments(exact)[0], expected)

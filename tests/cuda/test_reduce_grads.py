@@ -4,21 +4,20 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.reduce_grads import Segments, sum_segments
-from oneemb.kernels.reduce_grads_cuda import PART, reduce_grads_cuda, segments_of
+from oneemb.kernels.reduce_grads_cuda import PART, occurrences, reduce_grads_cuda, segments_of
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
-from oneemb.kernels.unique_keys_cuda import occurrences
 from tests.support.row_updates import to_bits
 
 ONE = Threads(1)
 
 
 def reduced(gpu, grad_NX, inverse_N, keys):
-    order_N, begin_U1 = occurrences(gpu.put(inverse_N), keys, gpu=gpu)
-    segments = segments_of(gpu.put(grad_NX), order_N, begin_U1, gpu=gpu)
+    found = occurrences(gpu.put(inverse_N), keys, gpu=gpu)
+    segments = segments_of(gpu.put(grad_NX), found, gpu=gpu)
     assert segments.shape == (keys, grad_NX.shape[1])
-    grad_UD, finite_U = reduce_grads_cuda(segments, gpu=gpu)
-    return grad_UD.cpu().numpy(), finite_U.cpu().numpy()
+    grad_UD, finite_1 = reduce_grads_cuda(segments, gpu=gpu)
+    return grad_UD.cpu().numpy(), finite_1.tolist()
 
 
 def on_cpu(grad_NX, id_N, padding):
@@ -37,9 +36,9 @@ def test_up_to_a_part_sums_have_the_cpus_bits(gpu, ids, dim, dtype):
     }[ids]  # fmt: skip
     grad_NX = to_bits(rng.normal(0, 1, (len(id_N), dim)).astype(np.float32), dtype)
     inverse_N, expected_UD, finite_U = on_cpu(grad_NX, id_N, -1)
-    found_UD, found_finite_U = reduced(gpu, grad_NX, inverse_N, len(expected_UD))
+    found_UD, finite_1 = reduced(gpu, grad_NX, inverse_N, len(expected_UD))
     assert found_UD.tobytes() == expected_UD.tobytes()
-    assert found_finite_U.tolist() == finite_U.tolist() == [True] * len(finite_U)
+    assert finite_1 == [1] and finite_U.all()
 
 
 def test_a_hot_key_is_summed_in_parts_within_the_bound_and_always_to_the_same_bits(gpu):
@@ -64,15 +63,37 @@ def test_a_hot_key_is_summed_in_parts_within_the_bound_and_always_to_the_same_bi
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_sum_that_is_not_finite_marks_its_key_alone(gpu, bad):
+def test_a_sum_that_is_not_finite_turns_the_number_0(gpu, bad):
     grad_ND = np.ones((6, 5), np.float32)
     grad_ND[3, 4] = bad
     inverse_N = np.array([0, 1, 2, 1, 0, 2])
-    assert reduced(gpu, grad_ND, inverse_N, 3)[1].tolist() == [True, False, True]
+    assert reduced(gpu, grad_ND, inverse_N, 3)[1] == [0]
     grad_ND[3, 4], grad_ND[[0, 4], 0] = 1, 3e38
-    assert reduced(gpu, grad_ND, inverse_N, 3)[1].tolist() == [False, True, True], "a sum may overflow"
+    assert reduced(gpu, grad_ND, inverse_N, 3)[1] == [0], "a sum may overflow"
+    segments = segments_of(gpu.put(np.ones((6, 5), np.float32)), occurrences(gpu.put(inverse_N), 3, gpu=gpu), gpu=gpu)
+    for before in (0, 1):
+        given = gpu.put(np.array([before]))
+        assert reduce_grads_cuda(segments, given, gpu=gpu)[1] is given and given.tolist() == [before]
 
 
 def test_no_key_is_no_sum(gpu):
-    grad_UD, finite_U = reduced(gpu, np.ones((3, 2), np.float32), np.full(3, -1), 0)
-    assert grad_UD.shape == (0, 2) and finite_U.shape == (0,)
+    grad_UD, finite_1 = reduced(gpu, np.ones((3, 2), np.float32), np.full(3, -1), 0)
+    assert grad_UD.shape == (0, 2) and finite_1 == [1]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_each_key_of_several_parts_has_places_of_its_own(gpu, dtype):
+    rng = np.random.default_rng(5)
+    counts = [1, PART, PART + 1, 2 * PART, 0, 2 * PART + 1, 5 * PART + 3]
+    inverse_N = rng.permutation(np.concatenate([np.full(5, -1), np.repeat(np.arange(7), counts)])).astype(dtype)
+    found = occurrences(gpu.put(inverse_N), 9, gpu=gpu)  # with room for two keys more
+    begin_U1, order_N, part_U = (one.tolist() for one in (found.begin_U1, found.order_N, found.part_U))
+    assert begin_U1[7:] == [len(inverse_N)] * 3
+    places = []
+    for u in (0, 1, 2, 3, 5, 6):
+        assert order_N[begin_U1[u] :][: counts[u]] == np.flatnonzero(inverse_N == u).tolist()
+        first, parts = divmod(part_U[u], 1 << 26)
+        assert parts == (-(-counts[u] // PART) if counts[u] > PART else 0)
+        places += range(first, first + parts)
+        assert found.key_P[first : first + parts].tolist() == [u] * parts
+    assert sorted(places) == list(range(int(found.count_1[0]))) and len(places) <= len(found.key_P)

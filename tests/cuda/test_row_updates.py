@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from oneemb.graph.row_optimizers import row_optimizer_of
+from oneemb.kernels.arrays import BEYOND
 from oneemb.kernels.cuda_backend import CudaBackend
 from oneemb.kernels.host_backend import HostBackend
-from oneemb.kernels.reduce_grads_cuda import PART, segments_of
+from oneemb.kernels.reduce_grads_cuda import PART, occurrences, segments_of
 from oneemb.kernels.row_update_cuda import element_update, run_row_update_cuda
 from oneemb.kernels.threads import Threads
-from oneemb.kernels.unique_keys_cuda import occurrences
 from oneemb.kernels.update_adagrad import adagrad
 from oneemb.optim import Ftrl
 from tests.cuda.conftest import SIMULATED
@@ -112,8 +112,7 @@ def test_rows_are_those_of_the_cpu(gpu, name, dim, dtype):
 
 
 def segments(gpu, grad_ND, inverse_N, keys, dtype="float32"):
-    order_N, begin_U1 = occurrences(gpu.put(inverse_N), keys, gpu=gpu)
-    return segments_of(gpu.put(to_bits(grad_ND, dtype)), order_N, begin_U1, gpu=gpu)
+    return segments_of(gpu.put(to_bits(grad_ND, dtype)), occurrences(gpu.put(inverse_N), keys, gpu=gpu), gpu=gpu)
 
 
 @pytest.mark.parametrize(
@@ -148,25 +147,20 @@ def test_a_fused_update_sums_the_parts_of_a_hot_key(gpu, name):
 
 
 @pytest.mark.parametrize("name", ["adagrad", "row-wise adagrad", "partial row-wise adam", "smart decay adam"])
-def test_nothing_is_written_when_the_device_says_so(gpu, name):
+def test_written_rows_are_dirty_and_nothing_is_written_when_the_device_says_so(gpu, name):
     optimizer = ALL[name]([torch.nn.Parameter(torch.zeros(1))])
     slab = slab_for(optimizer, 8, "float32", padded=True)
     row_SW = gpu.put(slab.row_SW)
     rows = row_optimizer_of(optimizer, optimizer.param_groups[0])
-    stop = gpu.full(1, value=0, dtype=torch.int64)
-
-    class Stopped:
-        def __getattr__(self, attribute):
-            return getattr(gpu, attribute)
-
-        def full(self, *shape, value, dtype):
-            return stop if value == 1 else gpu.full(*shape, value=value, dtype=dtype)
-
-    rows.update(
-        row_SW, row_SW, gpu.put(np.arange(4)), gpu.put(np.ones((4, 8), np.float32)),
-        state_begin=slab.state_begin, group=optimizer.param_groups[0], step=1, backend=CudaBackend(Stopped()),
-    )  # fmt: skip
-    assert row_SW.cpu().numpy().tobytes() == slab.row_SW.tobytes()
+    for go in (0, 1):
+        dirty_S = gpu.full(len(row_SW), value=False, dtype=torch.bool)
+        backend = CudaBackend(gpu).guarded(gpu.filled(1, go), dirty_S)
+        rows.update(
+            row_SW, row_SW, gpu.put(np.array([3, -1, 0, BEYOND])), gpu.put(np.ones((4, 8), np.float32)),
+            state_begin=slab.state_begin, group=optimizer.param_groups[0], step=1, backend=backend,
+        )  # fmt: skip
+        assert (row_SW.cpu().numpy().tobytes() == slab.row_SW.tobytes()) is (go == 0)
+        assert torch.nonzero(dirty_S).reshape(-1).tolist() == ([0, 3] if go else [])
 
 
 def test_no_rows_are_no_launch(gpu):

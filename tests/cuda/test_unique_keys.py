@@ -3,17 +3,19 @@
 import numpy as np
 import pytest
 
+from oneemb.kernels import unique_keys_cuda as keys_cuda
 from oneemb.kernels.hash_index_cuda import home
+from oneemb.kernels.reduce_grads_cuda import occurrences
 from oneemb.kernels.unique_keys import unique_keys
-from oneemb.kernels.unique_keys_cuda import occurrences, unique_keys_cuda
+from oneemb.kernels.unique_keys_cuda import unique_keys_cuda
 
 RNG = np.random.default_rng(0)
 INT64 = np.iinfo(np.int64)
 
 
 def colliding(size):
-    """Different ids that all begin their search at one cell of the scratch table for so many ids."""
-    cells = np.int64(2 * size + 1)
+    """Different ids that all begin their search at the last cell of the first scratch table for so many ids."""
+    cells = np.int64(2 * (1 << (size - 1).bit_length()) + 1)
     ids = [i for i in range(100 * size) if home(np.int32(0), np.int64(i), cells) == cells - 1]
     return np.array((ids * size)[:size], np.int64)
 
@@ -38,13 +40,15 @@ def test_keys_are_those_of_the_cpu_in_the_same_order(gpu, batch, dtype, padding)
         (np.arange(len(id_N)) % 2).astype(np.int32) if batch == "few keys, often" else np.zeros(len(id_N), np.int32)
     )
     expected = unique_keys(table_N, id_N, padding_id=padding)
+    gpu.scratch.clear()
     found = unique_keys_cuda(gpu.put(table_N), gpu.put(id_N), padding_id=padding, gpu=gpu)
     keys = int(found.size_2[0])
     assert keys == len(expected.id_U)
     found = found.cut(keys)
     for name in ("table_U", "id_U", "head_U", "inverse_N"):
         assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
-    order_N, begin_U1 = (part.tolist() for part in occurrences(found.inverse_N, keys, gpu=gpu))
+    assert found.narrow_N.tolist() == found.inverse_N.tolist() and found.narrow_N.element_size() == 4
+    order_N, begin_U1 = (part.tolist() for part in occurrences(found.narrow_N, keys, gpu=gpu)[:2])
     for u in range(keys):
         assert order_N[begin_U1[u] : begin_U1[u + 1]] == np.flatnonzero(expected.inverse_N == u).tolist()
 
@@ -52,5 +56,31 @@ def test_keys_are_those_of_the_cpu_in_the_same_order(gpu, batch, dtype, padding)
 def test_a_batch_of_nothing_but_padding_has_no_key(gpu):
     found = unique_keys_cuda(gpu.put(np.zeros(4, np.int32)), gpu.put(np.full(4, 9)), padding_id=9, gpu=gpu)
     assert int(found.size_2[0]) == 0 and found.inverse_N.tolist() == [-1] * 4
-    order_N, begin_U1 = occurrences(found.inverse_N, 0, gpu=gpu)
-    assert begin_U1.tolist() == [4]
+    assert occurrences(found.inverse_N, 0, gpu=gpu).begin_U1.tolist() == [4]
+
+
+def test_batches_one_after_the_other_share_scratch_arrays_and_no_keys(gpu, monkeypatch):
+    rng = np.random.default_rng(6)
+    monkeypatch.setattr(keys_cuda, "_BATCHES_MAX", 3)  # so that numbers of batches begin anew
+    gpu.scratch.clear()
+    for size in [5, 5, 33, 1, 20, 5, 40, 64, 5, 33]:
+        id_N = rng.integers(-4, 5, size)
+        table_N = rng.integers(0, 2, size).astype(np.int32)
+        expected = unique_keys(table_N, id_N, padding_id=None)
+        found = unique_keys_cuda(gpu.put(table_N), gpu.put(id_N), gpu=gpu)
+        assert found.size_2.tolist() == [len(expected.id_U), 0]
+        found = found.cut(len(expected.id_U))
+        for name in ("table_U", "id_U", "head_U", "inverse_N"):
+            assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+
+
+def test_an_inverse_that_was_replaced_has_no_narrow_numbers(gpu):
+    found = unique_keys_cuda(gpu.put(np.zeros(3, np.int32)), gpu.put(np.array([7, 8, 7])), gpu=gpu)
+    other = gpu.put(np.array([1, 1, 0]))
+    assert found._replace(inverse_N=other).narrow_N is other
+
+
+def test_more_ids_than_int32_can_number_are_refused(gpu):
+    ids = gpu.put(np.zeros(1, np.int64)).expand(1 << 30)
+    with pytest.raises(ValueError, match=r"at most 1073741823 ids, got 1073741824; divide the batch"):
+        unique_keys_cuda(ids, ids, gpu=gpu)

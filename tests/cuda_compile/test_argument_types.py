@@ -77,11 +77,11 @@ def test_what_no_loop_takes_is_refused(arg):
 
 
 def test_parameters_that_are_not_those_of_the_signature_are_an_error():
-    loop, signature = CASES["begin"]
+    loop, signature = CASES["release"]
     ptx = ".visible .entry f(\n\t.param .u64 f_param_0,\n\t.param .u64 .ptr .align 1 f_param_1,\n\t.param .u32 f_p_2\n)"
     assert cuda_code.entry_of(ptx, loop, ("int64", "int64", "int32")) == "f"
     for other in [signature, ("int64", "int64"), ("int64", "int32", "int32"), ("int64",) * 3]:
-        with pytest.raises(TypeError, match="begin_loop was compiled to take"):
+        with pytest.raises(TypeError, match="release_loop was compiled to take"):
             cuda_code.entry_of(ptx, loop, other)
 
 

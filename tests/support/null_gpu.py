@@ -39,6 +39,7 @@ class NullGpu(Gpu):
     def __init__(self, index=0, unique=1):
         self.launches = self.waits = 0
         self._buffers = threading.local()
+        self._none = {}
         self.device = torch.device("cpu")
         self.unique, self.missing = unique, 0
         self.writes = True  # False: the numbers stay zeros, which is enough for known rows
