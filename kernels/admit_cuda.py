@@ -18,7 +18,7 @@ from oneemb.kernels.launch import SHARES_MAX, Gpu
 from oneemb.kernels.ranks_cuda import rank_in_block, ranks_of_shares, share_of
 
 
-class Admission(NamedTuple):
+class DeviceAdmission(NamedTuple):
     """Arrays of a tier that give slots to the keys of a lookup that have none. S slots, B shares of the keys."""
 
     slot_U: torch.Tensor
@@ -105,11 +105,12 @@ def admit_loop(
 
 
 def admit_rows_cuda(
-    weight_SX: torch.Tensor, row_SW: torch.Tensor, admission: Admission, table_U: torch.Tensor, id_U: torch.Tensor,
-    initial: DeviceInitialRows, state: torch.Tensor, *, state_begin: int, gpu: Gpu,
+    weight_SX: torch.Tensor, row_SW: torch.Tensor, admission: DeviceAdmission, table_U: torch.Tensor,
+    id_U: torch.Tensor, initial: DeviceInitialRows, state: torch.Tensor, *, state_begin: int, gpu: Gpu,
 ) -> None:  # fmt: skip
     """Admit the keys of a lookup (table_U int32, id_U int64) that have no slot; arguments as of `init_rows_cuda`."""
+    lane_bits = gpu.lane_bits(-(-weight_SX.shape[1] // 4))
     gpu.run_shares(
-        admit_loop, admission.count_B.shape[0], *admission, gpu.lane_bits(-(-weight_SX.shape[1] // 4)), weight_SX, row_SW,
-        table_U, id_U, initial.seed, initial.kind_TC, initial.param_TC4, initial.end_C, state, state_begin,
+        admit_loop, admission.count_B.shape[0], *admission, lane_bits, weight_SX, row_SW, table_U, id_U, initial.seed,
+        initial.kind_TC, initial.param_TC4, initial.end_C, state, state_begin,
     )  # fmt: skip

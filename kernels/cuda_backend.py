@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from oneemb.kernels import launch, reduce_grads_cuda
-from oneemb.kernels.admit_cuda import Admission, admit_rows_cuda
+from oneemb.kernels.admit_cuda import DeviceAdmission, admit_rows_cuda
 from oneemb.kernels.arrays import Bags, RowsOfIds, Terms, rows_of_columns
 from oneemb.kernels.backend import BITS, SUM_MAX
 from oneemb.kernels.gather_cuda import gather_cuda
@@ -152,11 +152,11 @@ class CudaBackend:
         return DeviceInitialRows(initial, gpu=self.gpu)
 
     def init_rows(
-        self, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_M: torch.Tensor | ListedSlots | Admission,
+        self, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_M: torch.Tensor | ListedSlots | DeviceAdmission,
         table_M: torch.Tensor, id_M: torch.Tensor, initial: DeviceInitialRows, state: np.ndarray, *, state_begin: int,
     ) -> None:  # fmt: skip
         state_on_gpu = _state_of(state.tobytes(), self.gpu, self.gpu.stream)
-        write: Any = admit_rows_cuda if isinstance(slot_M, Admission) else init_rows_cuda
+        write: Any = admit_rows_cuda if isinstance(slot_M, DeviceAdmission) else init_rows_cuda
         write(
             weight_SX, row_SW, slot_M, table_M, id_M, initial, state_on_gpu, state_begin=state_begin, gpu=self.gpu
         )  # fmt: skip

@@ -80,9 +80,10 @@ def cases(*, every: bool = False) -> Cases:
             if every and gradient is sum_segment and dtype != "float32":
                 grads[", float32 gradients"] = _ROWS  # of bags, or of other ranks
             for of, grad in grads.items():
+                segments = grad, _KEYS, _FLOATS, _KEYS, _KEYS, _ROWS
                 found[f"{how}{name} {dtype} x{width}{of}"] = (
                     loop.at(V=width, gradient=gradient, SCALED=scaled),
-                    (weights, _ROWS, _KEYS, grad, _KEYS, _FLOATS, _KEYS, _KEYS, _ROWS, _KEYS, "bool[1]", "int64", scalars),
+                    (weights, _ROWS, _KEYS, *segments, _KEYS, "bool[1]", "int64", scalars),
                 )
     return found
 

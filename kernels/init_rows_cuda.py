@@ -16,7 +16,6 @@ from oneemb.kernels.jit_code import from_float32
 from oneemb.kernels.launch import Gpu
 from oneemb.kernels.philox import philox
 
-
 _LISTED_MAX = 1 << 14
 """Listed rows that `init_loop` writes at a time."""
 

@@ -301,8 +301,8 @@ def run_row_update_cuda(
     gpu: "Gpu",
 ) -> None:
     """Run an update's loop over all rows of slot_U, with gradients float32 [U, D] or the segments of the U keys. go_1,
-    int64 [1] on the device: 0 = leave the rows as they are; None = go. dirty_S, bool [S]: dirty bits that the loop sets;
-    None = none."""
+    int64 [1] on the device: 0 = leave the rows as they are; None = go. dirty_S, bool [S]: dirty bits, which the loop
+    sets; None = none."""
     import torch
 
     from oneemb.kernels.launch import vector_width

@@ -102,7 +102,7 @@ def claim_loop(
 
 @cuda
 def first_loop(cell_C: Array, cell_N: Array, batch: Number, bits: Number, rank_N: Array, count_B: Array) -> None:
-    """rank_N[n] = how many ids before n, in its share, are the first of their keys; count_B[b] = how many are in a share.
+    """rank_N[n] = how many ids before n, in its share, are the first of their keys; count_B[b] = how many in the share.
     A thread takes 2 ** bits ids."""
     count_T = cuda.shared.array(BLOCK_MAX, np.int32)
     begin = np.int64(cuda.grid(1)) << bits

@@ -16,7 +16,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 import torch
 
-from oneemb.kernels.admit_cuda import Admission
+from oneemb.kernels.admit_cuda import DeviceAdmission
 from oneemb.kernels.cuda_backend import CudaBackend
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda
 from oneemb.kernels.launch import Gpu, Later
@@ -193,7 +193,7 @@ class DeviceSlots(MemoryTier):
         score = self._tick if self.policy == "lru" else int(self.use_score)
         try:
             later = self._gpu.read_later(counts)
-            admission = Admission(
+            admission = DeviceAdmission(
                 slot_U, counts, count_B, free.stack_X, self._free_2, self._next_2, index.cell_C2, index.inserted_2,
                 self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S, score,
             )  # fmt: skip
@@ -335,7 +335,14 @@ class DeviceSlots(MemoryTier):
         self.row_SW, self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S = arrays
 
     def _arrays(self) -> list[torch.Tensor]:
-        return [*self._slot_arrays(), self._free.stack_X, self._free_2, self._next_2, self._index.cell_C2, self._index.inserted_2]
+        return [
+            *self._slot_arrays(),
+            self._free.stack_X,
+            self._free_2,
+            self._next_2,
+            self._index.cell_C2,
+            self._index.inserted_2,
+        ]
 
     def _slot_arrays(self) -> list[torch.Tensor]:
         return [self.row_SW, self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S]

@@ -90,7 +90,7 @@ class NewRows:
     temporary rows have; None = the initial values."""
 
     admits_keys = True
-    """On a GPU `slot_M` may be an `Admission`, so the host need not know which keys are new."""
+    """On a GPU `slot_M` may be an `DeviceAdmission`, so the host need not know which keys are new."""
 
     def __init__(
         self, format: RowFormat, initial: InitialRows, backend: Backend, policies: Sequence[RowPolicy] | None = None

@@ -131,7 +131,9 @@ def main(folder):
         keys = "launches", "waits", "launches of the driver", "calls of the driver"
         counted[name] = {key: now - then for key, now, then in zip(keys, after, before, strict=True)}
         launched = [
-            name for name in python_calls(call) if name in ("run", "run_rows", "run_shares", "_launch", "pack", "launch")
+            name
+            for name in python_calls(call)
+            if name in ("run", "run_rows", "run_shares", "_launch", "pack", "launch")
         ]
         counted[name] |= {"loops": loops, "packed otherwise": wrong, "Python calls of launches": len(launched)}
 
