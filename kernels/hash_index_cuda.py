@@ -39,10 +39,10 @@ def seek(cell_C2: Array, table: Number, id: Number) -> Number:
     cells = cell_C2.shape[0]
     c = home(table, id, cells)
     for _ in range(cells):
-        word = cell_C2[c, 1]
+        id_there, word = cell_C2[c, 0], cell_C2[c, 1]  # both at once: the second would wait for the first else
         if word == 0:
             return -1
-        if word > 0 and cell_C2[c, 0] == id and word >> PLACE_BITS == table:
+        if word > 0 and id_there == id and word >> PLACE_BITS == table:
             return c
         c += 1
         if c == cells:

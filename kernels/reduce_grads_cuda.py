@@ -42,8 +42,8 @@ class Segments(NamedTuple):
     begin_U1: torch.Tensor
     """int64 [U + 1]: where each key's begin in order_N; N in places beyond the keys there are"""
     part_U: torch.Tensor
-    """int64 [U]: where its parts begin in part_PD, times 2 ** 26, plus their number; 0 for a key of at most one part.
-    Any number in places beyond the keys there are"""
+    """int64 [U]: where its parts begin in part_PD, times 2 ** 26, plus their number; any number for a key of at most one
+    part"""
     part_PD: torch.Tensor
     """float32 [P, D]: the sums of parts"""
 
@@ -98,7 +98,6 @@ def begin_loop(sorted_N: Array, begin_U1: Array, part_U: Array, key_P: Array, co
         u = sorted_N[n]
         if u >= 0 and (n == 0 or sorted_N[n - 1] != u):
             begin_U1[u] = n
-            part_U[u] = 0
             if n + PART < size and sorted_N[n + PART] == u:
                 last, end = n + PART, size  # a place of u, and one behind it; they close in on the end of u
                 while end - last > 1:
@@ -151,17 +150,17 @@ def sum_segment(
 ) -> None:  # fmt: skip
     """sum_V = the summed gradient of key u at weights d .. d + V."""
     x_V = cuda.local.array(V, np.float32)
-    begin = part_U[u] >> _COUNT_BITS
-    end = begin + (part_U[u] & _COUNT_MASK)
-    if begin < end:
-        load(sum_V, part_PD, begin, d)
-        for p in range(begin + 1, end):
+    begin, end = begin_U1[u], begin_U1[u + 1]
+    if end - begin > PART:
+        first, parts = part_U[u] >> _COUNT_BITS, part_U[u] & _COUNT_MASK
+        load(sum_V, part_PD, first, d)
+        for p in range(first + 1, first + parts):
             load(x_V, part_PD, p, d)
             for i in range(V):
                 sum_V[i] = plus(sum_V[i], x_V[i])
     else:
-        term(sum_V, grad_NX, order_N, scale_N, begin_U1[u], d)
-        for k in range(begin_U1[u] + 1, begin_U1[u + 1]):
+        term(sum_V, grad_NX, order_N, scale_N, begin, d)
+        for k in range(begin + 1, end):
             term(x_V, grad_NX, order_N, scale_N, k, d)
             for i in range(V):
                 sum_V[i] = plus(sum_V[i], x_V[i])

@@ -53,7 +53,7 @@ def acquire_loop(
                 cuda.atomic.add(pin_S, s, 1)
             if tick > 0:
                 score_S[s] = tick
-            elif tick < 0:
+            else:
                 score_S[s] -= tick
         u += cuda.blockDim.x
     cuda.syncthreads()

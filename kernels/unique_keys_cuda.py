@@ -84,10 +84,9 @@ def claim_loop(
                 # Read first: most ids of a batch belong to a few keys, and swaps of one cell by many threads are slow.
                 held = cell_C[c]
                 if held < batch:
-                    before = held
-                    held = cuda.atomic.cas(cell_C, c, before, batch + n)
-                    if held == before:
-                        break
+                    held = cuda.atomic.cas(cell_C, c, held, batch + n)
+                if held < batch:  # It was free, and is the key's now.
+                    break
                 m = held & _PLACE_MASK
                 if id_N[m] == id_N[n] and table_N[m] == table_N[n]:
                     if n < m:
