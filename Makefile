@@ -11,7 +11,7 @@ ready = $(VENV)/ready-$(1)
 endif
 INSTALL = $(RUN) -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test test-changed test-slow test-s3 test-nightly gpu-test gpu-bench gpu-sanitize check docs bench bench-compare bench-tables clean test-versions
+.PHONY: demo test test-changed test-slow test-s3 test-nightly gpu-test gpu-bench gpu-sanitize gpu-sanitize-quick gpu-all check docs bench bench-compare bench-tables clean test-versions
 
 demo: $(call ready,demo)  ## Train a click model with its embeddings on the cached-SSD store.
 	$(RUN) examples/kuairand_dlrm.py --store ssd
@@ -57,12 +57,13 @@ MINUTES ?= 60
 test-nightly: $(call ready,test)  ## Tests that draw, with new seeds, for MINUTES; nightly.log has seeds and failures.
 	$(MEMORY_TMPDIR) $(RUN) -m tests.nightly --minutes $(MINUTES) -- -n $(WORKERS)
 
-# On a machine with a GPU whose driver knows CUDA 13, in the environment of RUN.
 test-versions:  ## A core of the tests with the oldest and the newest torch, numba and numpy, for each Python that is there.
 	$(PYTHON) -m tests.versions --table docs/install.md
 
+# On a machine with a GPU whose driver knows CUDA 13, in the environment of RUN.
+GPU_WORKERS ?= 8
 gpu-test: $(call ready,test)  ## The tests of CUDA loops, of the device tier and of training, on the GPU.
-	ONEEMB_TEST_GPU=1 $(RUN) -m pytest -q tests/cuda
+	ONEEMB_TEST_GPU=1 $(RUN) -m pytest -q -n $(GPU_WORKERS) --dist loadfile tests/cuda
 
 gpu-bench: $(call ready,test)  ## What has to be fast on the GPU, into benchmarks/results/gpu.json.
 	rm -f benchmarks/results/gpu.json
@@ -70,11 +71,22 @@ gpu-bench: $(call ready,test)  ## What has to be fast on the GPU, into benchmark
 		$(RUN) benchmarks/bench_gpu_$$bench.py --out benchmarks/results/gpu.json || exit 1; done
 
 # Memory is not kept between uses, so that each access is checked against what was asked for.
-SANITIZE = ONEEMB_TEST_GPU=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1
+SANITIZE = ONEEMB_TEST_GPU=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --target-processes all --error-exitcode 1
 gpu-sanitize: $(call ready,test)  ## Every CUDA loop under compute-sanitizer, which the CUDA toolkit brings.
 	@command -v compute-sanitizer > /dev/null || { echo "install compute-sanitizer, of the CUDA toolkit"; exit 1; }
 	$(SANITIZE) --tool memcheck $(RUN) -m pytest -q tests/cuda --ignore=tests/cuda/test_large.py
-	$(SANITIZE) --tool racecheck $(RUN) -m pytest -q tests/cuda/test_row_updates.py tests/cuda/test_pool.py
+	$(SANITIZE) --tool racecheck $(RUN) -m pytest -q $(SHARED_MEMORY) tests/cuda/test_row_updates.py tests/cuda/test_pool.py
+
+# Loops that share memory of a block, in which threads could write before others have read.
+SHARED_MEMORY = tests/cuda/test_unique_keys.py tests/cuda/test_lookups_without_waits.py
+QUICK = $(addprefix tests/cuda/test_,gradients.py device_tier.py late_checks.py)
+gpu-sanitize-quick: $(call ready,test)  ## The loops of training steps under compute-sanitizer.
+	@command -v compute-sanitizer > /dev/null || { echo "install compute-sanitizer, of the CUDA toolkit"; exit 1; }
+	$(SANITIZE) --tool memcheck $(RUN) -m pytest -q -n 3 --dist loadfile $(QUICK)
+	$(SANITIZE) --tool racecheck $(RUN) -m pytest -q -n 3 --dist loadfile $(SHARED_MEMORY) tests/cuda/test_row_updates.py
+
+gpu-all: $(call ready,test)  ## The tests, the benchmarks and gpu-sanitize-quick on a GPU, in less than eight minutes.
+	$(RUN) -m tests.on_gpu
 
 check: $(call ready,test)  ## Style, what the oldest Python knows, types, imports, and which package may import which.
 	$(RUN) -m ruff check .

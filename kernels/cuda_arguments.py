@@ -6,6 +6,9 @@ a number; ("float32", "bool") a tuple. Loops are compiled and kept for a signatu
 In the buffer an array is a record of 64-bit words, as numba lays it out: two unused ones, the number of elements, bytes
 of an element, the address, the shape, the strides in bytes. Numbers have their natural alignment, a bool is one byte,
 and a tuple is its members one after the other, arrays or numbers too.
+
+Most of a launch's time goes into reading tensors. So the words of a tensor that lives long are read once, by
+`with_words`, and lie on the tensor.
 """
 
 import struct
@@ -86,16 +89,35 @@ def parameter_bytes(signature: Signature) -> list[int]:
     return found
 
 
+def with_words(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, with the words of its record. It must be in C order, and keep its shape and its memory."""
+    size = tensor.element_size()
+    words = (tensor.numel(), size, tensor.data_ptr(), *tensor.shape, *(stride * size for stride in tensor.stride()))
+    tensor.launch_words = (_kind_of(tensor), *words)  # type: ignore[attr-defined]
+    return tensor
+
+
+def have_words(args: Sequence[Any]) -> tuple[bool, ...]:
+    """Of each leaf of the arguments, whether it is a tensor with words."""
+    found: list[bool] = []
+    for arg in args:
+        found += have_words(arg) if isinstance(arg, tuple) else (hasattr(arg, "launch_words"),)
+    return tuple(found)
+
+
 Packer = Callable[[Any, Sequence[Any]], bool]
 
 
-def packer_of(signature: Signature) -> Packer:
+def packer_of(signature: Signature, have_words: Sequence[bool] = ()) -> Packer:
     """Function (buffer, args) that packs arguments if they have the types of `signature`, and returns whether they do.
 
     Its text is made for the signature: most of a launch's time goes into this function.
+
+    Args:
+        have_words: which leaves are tensors with words; the others may be such tensors too. Empty = none has to be.
     """
     scope: dict[str, Any] = {"pack_into": layout_of(signature).pack_into}
-    text = _PackerText(scope)
+    text = _PackerText(scope, have_words)
     targets = text.targets(signature)
     source = f"""
 def pack(buffer, args):
@@ -117,8 +139,8 @@ def pack(buffer, args):
 class _PackerText:
     """Parts of a packer's text."""
 
-    def __init__(self, scope: dict[str, Any]):
-        self.scope = scope
+    def __init__(self, scope: dict[str, Any], have_words: Sequence[bool]):
+        self.scope, self._have_words = scope, have_words
         self.shapes: list[str] = []
         self.checks: list[str] = []
         self.numbers: list[str] = []
@@ -136,6 +158,11 @@ class _PackerText:
         dtype, ndim = dimensions(kind)
         if ndim is None:
             self._number(name, dtype)
+        elif self._have_words and self._have_words[self._names - 1]:
+            self.scope[f"{name}_kind"] = kind
+            self.shapes.append(f"({name}_0, *{name}_w) = {name}.launch_words")
+            self.checks.append(f"{name}_0 == {name}_kind")
+            self.numbers.append(f"*{name}_w")
         else:
             self._array(name, dtype, ndim)
         return name

@@ -93,7 +93,7 @@ class CudaBackend:
         return table_ids.detach().to(torch.int32)
 
     def tables_of_columns(self, ids: int, tables: int) -> torch.Tensor:
-        return _tables_of_columns(ids, tables, self.device, self.gpu.stream)
+        return _tables_of_columns(ids, tables, self.gpu, self.gpu.stream)
 
     def unique_keys(
         self, table_N: torch.Tensor, id_N: torch.Tensor, *, tables: int, padding_id: int | None,
@@ -244,9 +244,9 @@ def _largest(array: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def _tables_of_columns(ids: int, tables: int, device: torch.device, stream: int) -> torch.Tensor:
+def _tables_of_columns(ids: int, tables: int, gpu: Gpu, stream: int) -> torch.Tensor:
     # One for each stream: another stream would not wait until it is written, nor keep its memory until it is read.
-    return torch.arange(tables, dtype=torch.int32, device=device).repeat(ids // tables)
+    return gpu.kept(torch.arange(tables, dtype=torch.int32, device=gpu.device).repeat(ids // tables))
 
 
 @functools.lru_cache(maxsize=8)
@@ -260,13 +260,13 @@ def _bags_of_columns(bags: int, columns: tuple[int, ...], gpu: Gpu, stream: int)
 @functools.lru_cache(maxsize=64)
 def _size_of(ids: int, gpu: Gpu, stream: int) -> torch.Tensor:
     """`DeviceKeys.size_2` of this many keys."""
-    return gpu.put(np.array([ids, 0]))
+    return gpu.kept(gpu.put(np.array([ids, 0])))
 
 
 @functools.lru_cache(maxsize=64)
 def _state_of(values: bytes, gpu: Gpu, stream: int) -> torch.Tensor:
     """First values of the state of a row, float32, on the device."""
-    return gpu.put(np.frombuffer(values, np.float32).copy())
+    return gpu.kept(gpu.put(np.frombuffer(values, np.float32).copy()))
 
 
 def backend_at(device: torch.device) -> CudaBackend:

@@ -10,7 +10,7 @@ import functools
 import threading
 from typing import NamedTuple
 
-from oneemb.kernels.cuda_arguments import Packer
+from oneemb.kernels.cuda_arguments import Packer, Signature
 
 ARGUMENTS_BYTES_MAX = 4096
 """Bytes of arguments that the driver takes."""
@@ -122,6 +122,7 @@ class Kernel(NamedTuple):
     pack: Packer
     bytes: int
     """Size of its arguments."""
+    signature: Signature
 
 
 class Device:

@@ -25,9 +25,9 @@ class DeviceInitialRows:
 
     def __init__(self, initial: InitialRows, *, gpu: Gpu):
         self.seed = np.uint64(initial.seed)
-        self.kind_TC = gpu.put(initial.kind_TC)
-        self.param_TC4 = gpu.put(initial.param_TC4)
-        self.end_C = gpu.put(initial.end_C)
+        self.kind_TC, self.param_TC4, self.end_C = (
+            gpu.kept(gpu.put(array)) for array in (initial.kind_TC, initial.param_TC4, initial.end_C)
+        )
 
 
 class ListedSlots(NamedTuple):

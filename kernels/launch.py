@@ -9,7 +9,7 @@ whole grid; and no result depends on that shape.
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 
 from oneemb.kernels import cuda_code, cuda_driver
 from oneemb.kernels.arrays import BLOCK_MAX
-from oneemb.kernels.cuda_arguments import layout_of, packer_of, signature_of
+from oneemb.kernels.cuda_arguments import have_words, layout_of, packer_of, signature_of, with_words
 from oneemb.kernels.cuda_driver import Kernel
 from oneemb.kernels.extras import missing
 from oneemb.kernels.jit import SIMULATED, CudaLoop
@@ -83,12 +83,17 @@ class Gpu:
         """A tensor on the device, filled with a value."""
         return torch.full(shape, value, dtype=dtype, device=self.device)
 
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor, which lives long and keeps its memory: launches that take it are quicker."""
+        return tensor if SIMULATED else with_words(tensor)
+
     def none(self, dtype: torch.dtype, columns: int | None = None) -> torch.Tensor:
         """The tensor of this dtype without elements: of shape [0], or [0, columns]."""
         found: torch.Tensor | None = self._none.get((dtype, columns))
         if found is None:
             with torch.inference_mode(False):
-                found = torch.empty((0,) if columns is None else (0, columns), dtype=dtype, device=self.device)
+                shape = (0,) if columns is None else (0, columns)
+                found = self.kept(torch.empty(shape, dtype=dtype, device=self.device))
             self._none[dtype, columns] = found
         return found
 
@@ -226,17 +231,22 @@ class Gpu:
             known = self._kernels.get(loop, [])
             kernel = next((kernel for kernel in known if kernel.pack(own.buffer, args)), None)
             if kernel is None:
-                kernel = self._load(loop, args, own)
+                kernel = self._load(loop, args, own, known)
                 self._kernels[loop] = [*known, kernel]
         return kernel
 
-    def _load(self, loop: CudaLoop, args: tuple, own: cuda_driver.Arguments) -> Kernel:
+    def _load(self, loop: CudaLoop, args: tuple, own: cuda_driver.Arguments, known: Sequence[Kernel]) -> Kernel:
         name = cuda_code.name_of(loop)
         try:
             signature = signature_of(args)
         except TypeError as error:
             raise TypeError(f"cannot launch {name}: {error}") from None
-        packer, failure = packer_of(signature), None
+        packer, failure = packer_of(signature, have_words(args)), None
+        for other in known:
+            if other.signature == signature:  # It asks for other tensors with words.
+                packed = packer(own.buffer, args)
+                assert packed
+                return other._replace(pack=packer)
         for image in cuda_code.images_of(loop, signature, self._driver.capability):
             try:
                 function = self._driver.load(name, image.code, image.entry)
@@ -247,7 +257,7 @@ class Gpu:
                 continue
             packed = packer(own.buffer, args)
             assert packed
-            return Kernel(name, function, packer, layout_of(signature).size)
+            return Kernel(name, function, packer, layout_of(signature).size, signature)
         assert failure is not None
         raise failure
 

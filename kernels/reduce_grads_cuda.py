@@ -42,7 +42,7 @@ class Segments(NamedTuple):
     begin_U1: torch.Tensor
     """int64 [U + 1]: where each key's begin in order_N; N in places beyond the keys there are"""
     part_U: torch.Tensor
-    """int64 [U]: where its parts begin in part_PD, times 2 ** 26, plus their number; any number for a key of at most one
+    """int64 [U]: where its parts begin in part_PD, times 2 ** 26, plus their number; any number if it has at most one
     part"""
     part_PD: torch.Tensor
     """float32 [P, D]: the sums of parts"""

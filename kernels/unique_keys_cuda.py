@@ -150,7 +150,8 @@ class _Scratch:
     def __init__(self, ids: int, gpu: Gpu):
         self.ids = ids
         self._batches, self._size = 0, -1
-        self._cell_C = gpu.full(2 * ids + 1, value=0, dtype=torch.int64)
+        self._gpu = gpu
+        self._cell_C = gpu.kept(gpu.full(2 * ids + 1, value=0, dtype=torch.int64))
         self._number_X = gpu.empty(2 * ids + SHARES_MAX, dtype=torch.int32)
 
     def next_batch(self) -> int:
@@ -165,7 +166,7 @@ class _Scratch:
         """cell_C, and cell_N, rank_N and count_B for `size` ids."""
         if size != self._size:
             parts = torch.split(self._number_X[: 2 * size + blocks], [size, size, blocks])
-            self._arrays, self._size = (self._cell_C, *parts), size
+            self._arrays, self._size = (self._cell_C, *map(self._gpu.kept, parts)), size
         return self._arrays
 
 

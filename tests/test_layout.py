@@ -591,6 +591,8 @@ TARGETS = [
     "gpu-test",
     "gpu-bench",
     "gpu-sanitize",
+    "gpu-sanitize-quick",
+    "gpu-all",
 ]
 
 

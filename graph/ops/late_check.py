@@ -45,7 +45,7 @@ class LateCheck:
 
     def __init__(self, backend: Any):
         self.backend = backend
-        self.go_1: torch.Tensor = backend.gpu.full(1, value=1, dtype=torch.int64)
+        self.go_1: torch.Tensor = self._one()
         """On the device: 1, or 0 since a gradient was not finite."""
         self._steps: deque[_Step] = deque()
         self._lock = threading.Lock()
@@ -82,6 +82,10 @@ class LateCheck:
         before = [(weakref.ref(one), name, getattr(one, name)) for one, name in counts]
         self._steps.append(_Step(gpu.read_later(self.go_1), before))
 
+    def _one(self) -> torch.Tensor:
+        gpu = self.backend.gpu
+        return cast(torch.Tensor, gpu.kept(gpu.full(1, value=1, dtype=torch.int64)))
+
     def found_inf(self) -> torch.Tensor:
         """Attribute `found_inf` of torch's fused optimizers: float32 scalar on the device; 1 = leave the step out."""
         return (1 - self.go_1).to(torch.float32).reshape(())
@@ -103,7 +107,7 @@ class LateCheck:
                     if (one := reference()) is not None:
                         setattr(one, name, count)
             # Steps that are under way still have the old array.
-            self.go_1 = self.backend.gpu.full(1, value=1, dtype=torch.int64)
+            self.go_1 = self._one()
             self.backend.gpu.wait()  # The next step may be on another stream.
             and_more = f", nor were the {left_out - 1} after it" if left_out > 1 else ""
             raise NonFiniteGradientError(

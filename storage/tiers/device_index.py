@@ -24,7 +24,7 @@ class DeviceIndex:
         self._gpu = gpu
         self._size = 0
         self._taken = 0  # cells that hold a key or held one: an upper bound, since cells given up are used again
-        self.inserted_2 = gpu.full(2, value=0, dtype=torch.int64)
+        self.inserted_2 = gpu.kept(gpu.full(2, value=0, dtype=torch.int64))
         """On the device: number of cells that insertions took for the first time, and number of keys that found no
         cell, which must stay 0. An insertion does not wait for it: the next read of the device passes it to
         `check_inserted`."""
@@ -69,7 +69,7 @@ class DeviceIndex:
         count_B = gpu.scratch.get(("counts of shares", blocks))
         if count_B is None:
             with torch.inference_mode(False):
-                count_B = gpu.scratch["counts of shares", blocks] = gpu.empty(blocks, dtype=torch.int32)
+                count_B = gpu.scratch["counts of shares", blocks] = gpu.kept(gpu.empty(blocks, dtype=torch.int32))
         gpu.run_shares(
             acquire_loop, blocks, self.cell_C2, keys.table_U, keys.id_U, keys.size_2, pin_S, score_S, pins, tick,
             slot_U, self.inserted_2, count_4, count_B,
@@ -132,4 +132,5 @@ class DeviceIndex:
         self.inserted_2.zero_()
 
     def _empty_cells(self, keys: int) -> torch.Tensor:
-        return self._gpu.full(max(_CELLS_MIN, int(keys / _LOAD_MAX) + 2), 2, value=0, dtype=torch.int64)
+        cells = max(_CELLS_MIN, int(keys / _LOAD_MAX) + 2)
+        return self._gpu.kept(self._gpu.full(cells, 2, value=0, dtype=torch.int64))

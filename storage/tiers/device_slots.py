@@ -332,7 +332,8 @@ class DeviceSlots(MemoryTier):
                 self._gpu.wait()
 
     def _hold(self, arrays: list[torch.Tensor]) -> None:
-        self.row_SW, self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S = arrays
+        kept = map(self._gpu.kept, arrays)
+        self.row_SW, self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S = kept
 
     def _arrays(self) -> list[torch.Tensor]:
         return [
@@ -377,7 +378,7 @@ class DeviceSlots(MemoryTier):
         self.score_S = gpu.empty(0, dtype=torch.int64)
         self.pin_S = gpu.empty(0, dtype=torch.int32)
         self._dirty_S = gpu.empty(0, dtype=torch.bool)
-        self._free = FreeSlots(self._backend.arange)
+        self._free = FreeSlots(lambda size: gpu.kept(self._backend.arange(size)))
         self._temporary = 0  # slots of rows that are in no index
         self._index.clear()
 

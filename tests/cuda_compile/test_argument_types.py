@@ -9,7 +9,7 @@ import torch
 
 from oneemb.graph.row_optimizers import row_optimizer_of
 from oneemb.kernels import cuda_code
-from oneemb.kernels.cuda_arguments import layout_of, packer_of, parameter_bytes, signature_of
+from oneemb.kernels.cuda_arguments import have_words, layout_of, packer_of, parameter_bytes, signature_of, with_words
 from oneemb.kernels.cuda_signatures import updates
 from oneemb.kernels.jit_cuda import numba_types
 from oneemb.optim import Ftrl
@@ -61,6 +61,18 @@ def test_arguments_of_other_types_are_not_packed(other):
     buffer = bytearray(b"\xff" * 256)
     assert not packer_of(("float32[1]", "int64"))(buffer, other)
     assert buffer == b"\xff" * 256
+
+
+def test_a_tensor_with_words_is_packed_by_them():
+    kept, other = with_words(torch.zeros(3, 4)), torch.zeros(5, dtype=torch.int64)
+    args, signature = (kept, 7, (other, True)), ("float32[2]", "int64", ("int64[1]", "bool"))
+    assert have_words(args) == (True, False, False, False) and signature_of(args) == signature
+    pack, buffers = packer_of(signature, have_words(args)), [bytearray(512), bytearray(512)]
+    assert pack(buffers[0], args) and packer_of(signature)(buffers[1], args)
+    assert buffers[0] == buffers[1] != bytearray(512)
+    without, of_another_type = torch.zeros(3, 4), with_words(torch.zeros(3, 4, dtype=torch.int32))
+    assert not pack(buffers[0], (without, *args[1:])) and not pack(buffers[0], (of_another_type, *args[1:]))
+    assert pack(buffers[0], (kept, 7, (with_words(other), True))) and buffers[0] == buffers[1]
 
 
 def test_an_integer_that_has_no_64_bits_is_an_error_and_no_other_integer():

@@ -204,7 +204,8 @@ def nested(driver, gpu):
     """Whether a launch in the middle of another, as by a finalizer, leaves the arguments of that one."""
     pins, slots = torch.zeros(7, dtype=torch.int32), torch.arange(5)
     release(gpu)
-    (kernel,), launched = gpu._kernels[release_loop], []
+    kernels, launched = gpu._kernels[release_loop], []
+    kernel = next(one for one in kernels if one.pack(bytearray(4096), (slots, pins)))
 
     def pack(buffer, args):
         packed = kernel.pack(buffer, args)
@@ -215,7 +216,7 @@ def nested(driver, gpu):
 
     gpu._kernels[release_loop] = [kernel._replace(pack=pack)]
     gpu.run(release_loop, 5, slots, pins)
-    gpu._kernels[release_loop] = [kernel]
+    gpu._kernels[release_loop] = kernels
     signature = signature_of((slots, pins))
     return same_words(signature, (slots, pins), driver.arguments(), Numba().arguments(signature, (slots, pins)))
 
