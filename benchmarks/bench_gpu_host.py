@@ -94,7 +94,9 @@ def measure(gpu: launch.Gpu, options: argparse.Namespace) -> list[dict[str, Any]
             embedding.to(gpu.device)
         else:
             embedding.store.form.move_to(torch.device("cuda"))
-        optimizer = oneemb.Optimizer(OPTIMIZERS[options.optimizer]([embedding.weight]), [embedding])
+        optimizer = oneemb.Optimizer(
+            OPTIMIZERS[options.optimizer]([embedding.weight]), [embedding], check_in_step=False
+        )
         ids = torch.arange(options.batch * options.tables, device=gpu.device).reshape(options.batch, options.tables)
         ids = ids % options.tables
         grad = torch.ones(options.batch, options.tables, options.dim, device=gpu.device)

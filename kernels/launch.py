@@ -216,14 +216,22 @@ class Gpu:
         free = cuda_driver.arguments.free
         own = free.pop() if free else cuda_driver.Arguments()
         try:
-            for kernel in self._kernels.get(loop, ()):
+            kernels = self._kernels.get(loop, ())
+            for kernel in kernels:
                 if kernel.pack(own.buffer, args):
+                    if kernel is not kernels[0]:
+                        self._try_first(loop, kernel)
                     break
             else:
                 kernel = self._loaded(loop, args, own)
             self._driver.launch(kernel, own, blocks, threads_x, threads_y, self._stream_of(self._index))
         finally:
             free.append(own)
+
+    def _try_first(self, loop: CudaLoop, kernel: Kernel) -> None:
+        """Let the next launch of a loop try this form first."""
+        with self._loading:
+            self._kernels[loop] = [kernel, *(other for other in self._kernels[loop] if other is not kernel)]
 
     def _loaded(self, loop: CudaLoop, args: tuple, own: cuda_driver.Arguments) -> Kernel:
         """A loop for these arguments, which it has packed: compiled, or read from a file, at its first use."""

@@ -41,7 +41,7 @@ def counted(run):
     return run()
 
 
-@pytest.mark.parametrize(("name", "launches", "waits"), [("step", 16, 0), ("eval", 3, 0)])
+@pytest.mark.parametrize(("name", "launches", "waits"), [("step", 12, 0), ("eval", 2, 0)])
 def test_a_lookup_launches_few_loops_and_each_is_one_call_of_the_driver(counted, name, launches, waits):
     found = counted[name]
     assert 0 < found["launches"] <= launches and found["waits"] <= waits
