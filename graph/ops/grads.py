@@ -109,7 +109,8 @@ class RowGrads:
         sums, and the gradients are read once. Gradients of bags may be fewer than keys, and gradients of 16 bits are
         smaller than sums; a check reads these as they are, and the update reads them once more. `go_1`: number on the
         device that turns 0 if a sum that is made now is not finite."""
-        segments, backend = self.to_sum, cast(Any, self.store.backend)
+        backend: Any = self.store.backend
+        segments = self.to_sum
         if segments is not None and backend.waits and segments.grad_NX.dtype is torch.float32:
             if len(self.id_U) <= len(segments.grad_NX):
                 self._sums = (backend if go_1 is None else backend.guarded(go_1)).sum_segments(segments)

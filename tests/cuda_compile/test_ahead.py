@@ -14,7 +14,7 @@ from oneemb.kernels.cuda_signatures import cases
 @pytest.fixture
 def few(monkeypatch):
     """Few loops that are compiled ahead, in this process."""
-    found = {name: cases()[name] for name in ("release", "place parts")}
+    found = {name: cases()[name] for name in ("release", "begin")}
     monkeypatch.setattr(cuda_ahead, "cases", lambda every: found)
     monkeypatch.setattr(cuda_ahead, "ProcessPoolExecutor", InThisProcess)
     return found
