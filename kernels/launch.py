@@ -216,7 +216,7 @@ class Gpu:
         free = cuda_driver.arguments.free
         own = free.pop() if free else cuda_driver.Arguments()
         try:
-            kernels = self._kernels.get(loop, ())
+            kernels = self._kernels.get(loop) or []
             for kernel in kernels:
                 if kernel.pack(own.buffer, args):
                     if kernel is not kernels[0]:
