@@ -213,6 +213,22 @@ def test_a_copy_of_the_checkpoint_finds_its_rows_where_it_was_saved(tmp_path, ur
         again.embedding.close()
 
 
+def test_a_checkpoint_that_was_moved_with_its_rows_finds_them_beside_it(tmp_path, url):
+    graph = graph_at(tmp_path / "rows")
+    graph(IDS)
+    graph.save(url)
+    graph.embedding.close()
+    fs, path = fsspec.core.url_to_fs(url)
+    for old in fs.find(path.rpartition("/")[0]):
+        fs.makedirs(old.replace("c.pt", "moved.pt").rpartition("/")[0], exist_ok=True)
+        fs.pipe_file(old.replace("c.pt", "moved.pt"), fs.cat_file(old))
+        fs.rm_file(old)
+    again = graph_at(tmp_path / "new")
+    again.load(url.replace("c.pt", "moved.pt"))
+    assert again.steps == 1
+    again.embedding.close()
+
+
 # ---- kills, failures and damage --------------------------------------------------------------------------------------
 
 

@@ -107,7 +107,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
                 )
         else:
             if is_url(path):
-                source = stored_source(ObjectStore(str(path)), folder, served_dtype, chosen)
+                source = stored_source(ObjectStore(path), folder, served_dtype, chosen)
             else:
                 source = source_of(paths, folder, served_dtype, chosen)
             opened = open_snapshot(source, snapshot, threads=threads)

@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import LocalFileSystem
@@ -227,7 +227,7 @@ class ObjectStore:
             pass
 
 
-def is_url(path: object) -> bool:
+def is_url(path: object) -> TypeGuard[str]:
     """Whether a path is a URL of an object store."""
     return isinstance(path, str) and "://" in path
 
