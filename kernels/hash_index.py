@@ -67,7 +67,7 @@ def _shard(hash: Number, shards: Number) -> Number:
 
 
 @rule
-def _home(hash: Number, cells: Number) -> Number:
+def home_cell(hash: Number, cells: Number) -> Number:
     """First cell of a key's home line. The hash is mixed once more, since its high bits have chosen the shard."""
     x = hash + np.uint64(cells) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
@@ -81,7 +81,7 @@ def _next_line(c: Number, cells: Number) -> Number:
 
 
 @rule
-def _probe(address: Number, cells: Number, home: Number, table: Number, id: Number) -> Number:
+def probe(address: Number, cells: Number, home: Number, table: Number, id: Number) -> Number:
     """The cell that holds the key, or else the empty cell where it belongs."""
     c = home
     while True:
@@ -104,7 +104,7 @@ def _locate(
         hash_K[i] = hash_key(np.int64(table_U[u]), np.int64(id_U[u]), np.int64(0))
     for i in range(natural(last - first)):
         p = natural(_shard(hash_K[i], len(cells_P)))
-        home = _home(hash_K[i], cells_P[p])
+        home = home_cell(hash_K[i], cells_P[p])
         shard_K[natural(k) + i] = p
         home_K[natural(k) + i] = home
         prefetch_word(address_P[p], 2 * home)
@@ -142,7 +142,7 @@ def cells_find(
             at = (u - natural(begin)) & natural(_RING)
             p = natural(shard_K[at])
             following = _next_line(home_K[at], cells_P[p])
-            c = _probe(address_P[p], cells_P[p], following, np.int64(table_U[u]), np.int64(id_U[u]))
+            c = probe(address_P[p], cells_P[p], following, np.int64(table_U[u]), np.int64(id_U[u]))
             place_U[u] = (word_at(address_P[p], 2 * c + 1) & _PLACE_MASK) - 1
 
 
@@ -170,7 +170,7 @@ def shard_find(
             keep_rolled()
             i = natural(home_2K[homes + homes + i])
             u, c = natural(first) + i, _next_line(home_2K[now + i], cells)
-            c = _probe(address, cells, c, np.int64(table_U[u]), np.int64(id_U[u]))
+            c = probe(address, cells, c, np.int64(table_U[u]), np.int64(id_U[u]))
             place_U[u] = (word_at(address, 2 * c + 1) & _PLACE_MASK) - 1
         now = homes - now
 
@@ -184,7 +184,7 @@ def _homes(
         u = natural(first) + i
         home_2K[k + i] = np.int64(hash_key(np.int64(table_U[u]), np.int64(id_U[u]), np.int64(0)))
     for i in range(natural(last - first)):
-        home = _home(np.uint64(home_2K[k + i]), cells)
+        home = home_cell(np.uint64(home_2K[k + i]), cells)
         home_2K[k + i] = home
         prefetch_word(address, 2 * home)
 
@@ -238,12 +238,12 @@ def cells_put(
         for first in range(begin_P1[p], begin_P1[p + 1], _AHEAD):
             last = min(first + _AHEAD, begin_P1[p + 1])
             for i in range(first, last):
-                home = _home(hash_key(cell_U2[i, 1] >> _PLACE_BITS, cell_U2[i, 0], np.int64(0)), cells)
+                home = home_cell(hash_key(cell_U2[i, 1] >> _PLACE_BITS, cell_U2[i, 0], np.int64(0)), cells)
                 home_K[i - first] = home
                 prefetch_word(address, 2 * home)
             for i in range(first, last):
                 id, word = cell_U2[i, 0], cell_U2[i, 1]
-                c = _probe(address, cells, home_K[i - first], word >> _PLACE_BITS, id)
+                c = probe(address, cells, home_K[i - first], word >> _PLACE_BITS, id)
                 old = word_at(address, 2 * c + 1)
                 old_U[order_U[i] if len(order_U) != 0 else i] = (old & _PLACE_MASK) - 1
                 new += old == 0
@@ -266,8 +266,8 @@ def cells_move(
             word = word_at(address_P[p], 2 * c + 1)
             if word != 0:
                 table, id = word >> _PLACE_BITS, word_at(address_P[p], 2 * c)
-                home = _home(hash_key(table, id, np.int64(0)), cells_G[g])
-                to = _probe(address_G[g], cells_G[g], home, table, id)
+                home = home_cell(hash_key(table, id, np.int64(0)), cells_G[g])
+                to = probe(address_G[g], cells_G[g], home, table, id)
                 set_word(address_G[g], 2 * to, id)
                 set_word(address_G[g], 2 * to + 1, word)
 
@@ -296,7 +296,7 @@ def _movable(address: Number, cells: Number, line: Number) -> Number:
             word = word_at(address, 2 * (c + k) + 1)
             if word == 0:
                 return -1
-            home = _home(hash_key(word >> _PLACE_BITS, word_at(address, 2 * (c + k)), np.int64(0)), cells)
+            home = home_cell(hash_key(word >> _PLACE_BITS, word_at(address, 2 * (c + k)), np.int64(0)), cells)
             from_home, from_line = c - home, c - line
             from_home += cells if from_home < 0 else 0
             from_line += cells if from_line < 0 else 0
@@ -306,7 +306,7 @@ def _movable(address: Number, cells: Number, line: Number) -> Number:
 
 
 @rule
-def _close_hole(address: Number, cells: Number, hole: Number) -> None:
+def close_hole(address: Number, cells: Number, hole: Number) -> None:
     """Empty cell `hole`, and move keys nearer to their homes that could not be found otherwise.
 
     The order of keys within a line does not matter. Keys of later lines have to move only if the hole's line was full,
@@ -339,16 +339,16 @@ def cells_erase(
         if u >= 0 and begin <= shard_U[u] < end:
             p, table, id = shard_U[u], np.int64(table_U[u]), np.int64(id_U[u])
             address, cells = address_P[p], cells_P[p]
-            c = _probe(address, cells, home_K[at], table, id)
+            c = probe(address, cells, home_K[at], table, id)
             word = word_at(address, 2 * c + 1)
             old_U[u] = (word & _PLACE_MASK) - 1
             if word != 0:
                 size_P[p] -= 1
-                _close_hole(address, cells, c)
+                close_hole(address, cells, c)
         ahead = u + _AHEAD
         if ahead < len(id_U) and begin <= shard_U[ahead] < end:
             p = shard_U[ahead]
-            home = _home(hash_key(np.int64(table_U[ahead]), np.int64(id_U[ahead]), np.int64(0)), cells_P[p])
+            home = home_cell(hash_key(np.int64(table_U[ahead]), np.int64(id_U[ahead]), np.int64(0)), cells_P[p])
             home_K[at] = home
             prefetch_word(address_P[p], 2 * home)
             prefetch_word(address_P[p], 2 * _next_line(home, cells_P[p]))

@@ -285,6 +285,53 @@ def end_of_line(typingctx: Any, address: Any, c: Any, id: Any, high: Any, low_bi
     return types.int64(*[types.int64] * 5), codegen
 
 
+@intrinsic
+def half_at(typingctx: Any, address: Any, index: Any) -> Any:
+    """The unsigned 16-bit number `index` numbers after an address, as an int64."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.zext(builder.load(_half_pointer(builder, *args)), ir.IntType(64))
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def set_half(typingctx: Any, address: Any, index: Any, half: Any) -> Any:
+    """Write the low 16 bits of an int64 `index` 16-bit numbers after an address."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.store(builder.trunc(args[2], ir.IntType(16)), _half_pointer(builder, *args[:2]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+def _half_pointer(builder: Any, address: Any, index: Any) -> Any:
+    place = builder.add(address, builder.mul(index, ir.IntType(64)(2)))
+    return builder.inttoptr(place, ir.IntType(16).as_pointer())
+
+
+@intrinsic
+def equal_of_line(typingctx: Any, address: Any, mask: Any, bits: Any) -> Any:
+    """Number of the first of six int64 at an address whose bits under `mask` are `bits`: 0 to 5; 6 = none. The address
+    is a multiple of 64; the 64 bytes from there on are read."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        i8, i32, i64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+        words = ir.VectorType(i64, 8)
+
+        def everywhere(number: Any) -> Any:
+            one = builder.insert_element(words(ir.Undefined), number, i32(0))
+            return builder.shuffle_vector(one, words(ir.Undefined), ir.VectorType(i32, 8)([0] * 8))
+
+        line = builder.load(builder.inttoptr(args[0], words.as_pointer()), align=_LINE_BYTES)
+        equal = builder.icmp_unsigned("==", builder.and_(line, everywhere(args[1])), everywhere(args[2]))
+        first = builder.or_(builder.and_(builder.bitcast(equal, i8), i8(0x3F)), i8(0x40))
+        return builder.cttz(builder.zext(first, i64), ir.IntType(1)(1))
+
+    return types.int64(*[types.int64] * 3), codegen
+
+
 def to_float32(x: Number) -> Number:
     """The float32 value of a stored weight: exact for each of the three formats."""
     raise TypeError("to_float32 is for compiled loops")

@@ -46,8 +46,8 @@ _BLOCK_SHARDS = 16
 # Least bytes of a block that asks for huge pages; bytes of a huge page.
 _HUGE_MIN, _HUGE_PAGE = 1 << 22, 1 << 21
 
-# Least number of keys for which another thread is used.
-_SHARE_MIN = 512
+SHARE_MIN = 512
+"""Least number of keys for which another thread is used."""
 
 # float64 [P], from 0 to 1: offset of a shard's sizes between two steps of growth, in powers of the factor. Bits are
 # reversed, so that the offsets of neighbouring shards lie far apart.
@@ -94,6 +94,12 @@ class HashIndex:
         until keys are added."""
         return self._address_P, self._cells_P
 
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`shards`, and the number of keys of each shard, int64 [P], for a loop that adds keys where there are cells,
+        and erases keys."""
+        return self._address_P, self._cells_P, self._size_P
+
     def find(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """The place of each key, -1 for an absent key: int64 [U]."""
         place_U = np.empty(len(id_U), np.int64)
@@ -126,27 +132,35 @@ class HashIndex:
         if it is empty."""
         assert len(place_U) == 0 or 0 <= place_U.min() <= place_U.max() <= PLACE_MAX
         check_tables(table_U)
-        shard_U, count_KP = self._count(table_U, id_U)
+        begin_P1, cell_U2 = self.in_shards(table_U, id_U, place_U, order_U)
         try:
-            self.grow(self._size_P + count_KP.sum(0))
+            self.grow(self._size_P + np.diff(begin_P1))
         except IndexMemoryError:
             # Present keys need no room. Each shard must keep an empty cell, or a search would never end.
             new = np.flatnonzero(self.find(table_U, id_U) < 0)
             if grow or np.any(self._size_P + self.key_counts(table_U[new], id_U[new]) >= self._cells_P):
                 raise
-        # Shard by shard, each the work of one thread; within a shard in the order given.
+        old_U = np.empty(len(id_U), np.int64)
+        self._threads.run(
+            cells_put, SHARDS, self._address_P, self._cells_P, self._size_P, begin_P1, order_U, cell_U2, old_U,
+            share_min=1 + SHARDS * SHARE_MIN // (len(id_U) + 1),
+        )  # fmt: skip
+        return old_U, cell_U2
+
+    def in_shards(
+        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, order_U: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The cells of keys, int64 [U, 2], shard by shard, each shard the work of one thread, within a shard in the
+        order given; and where each shard begins among them, int64 [P + 1]. order_U[i] = the key of cell i, unless
+        `order_U` is empty."""
+        shard_U, count_KP = self._count(table_U, id_U)
         begin_P1 = np.concatenate([[0], np.cumsum(count_KP.sum(0))])
         next_KP = begin_P1[:-1] + np.cumsum(count_KP, 0) - count_KP
         cell_U2 = np.empty((len(id_U), 2), np.int64)
         self._threads.run(
             order_keys, len(count_KP), table_U, id_U, place_U, shard_U, next_KP, order_U, cell_U2, share_min=1
         )
-        old_U = np.empty(len(id_U), np.int64)
-        self._threads.run(
-            cells_put, SHARDS, self._address_P, self._cells_P, self._size_P, begin_P1, order_U, cell_U2, old_U,
-            share_min=1 + SHARDS * _SHARE_MIN // (len(id_U) + 1),
-        )  # fmt: skip
-        return old_U, cell_U2
+        return begin_P1, cell_U2
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """Erase the keys. Returns their former places, -1 for an absent key: int64 [U]."""
@@ -158,7 +172,7 @@ class HashIndex:
         first, shards = int(shard_U.min()), int(shard_U.max()) - int(shard_U.min()) + 1
         self._threads.run(
             cells_erase, shards, first, self._address_P, self._cells_P, self._size_P, shard_U, table_U, id_U, old_U,
-            share_min=1 + shards * _SHARE_MIN // (len(id_U) + 1),
+            share_min=1 + shards * SHARE_MIN // (len(id_U) + 1),
         )  # fmt: skip
         return old_U
 
@@ -184,6 +198,11 @@ class HashIndex:
         self.grow(self._size_P + self.key_counts(table_U, id_U))
 
     @property
+    def limit_P(self) -> np.ndarray:
+        """Number of keys for which each shard has room: int64 [P]."""
+        return self._limit_P
+
+    @property
     def sizes_P(self) -> np.ndarray:
         """Number of keys in each shard: int64 [P]."""
         return self._size_P.copy()
@@ -205,8 +224,21 @@ class HashIndex:
         shard_G = np.flatnonzero(need_P > self._limit_P)
         if len(shard_G) == 0:
             return
-        shard_G = shard_G[np.argsort(_PHASE_P[shard_G])]
-        cells_G = _cells_for(need_P[shard_G], _PHASE_P[shard_G], self._growth)
+        self._resize(shard_G, need_P[shard_G])
+
+    def shrink(self, shard_G: np.ndarray) -> None:
+        """Give these shards no more cells than their keys need, if they have more than four times as many. After a
+        MemoryError nothing has changed."""
+        cells_G = _cells_for(self._size_P[shard_G], _PHASE_P[shard_G], self._growth)
+        shard_G = shard_G[self._cells_P[shard_G] > 4 * cells_G]
+        if len(shard_G):
+            self._resize(shard_G, self._size_P[shard_G])
+
+    def _resize(self, shard_G: np.ndarray, need_G: np.ndarray) -> None:
+        """Move shards into as many cells as need_G[g] keys need."""
+        order = np.argsort(_PHASE_P[shard_G])
+        shard_G, need_G = shard_G[order], need_G[order]
+        cells_G = _cells_for(need_G, _PHASE_P[shard_G], self._growth)
         limit_G = _limit(cells_G)
         try:
             grown, address_G = _new_cells(cells_G)
@@ -285,5 +317,5 @@ def _limit(cells_P: np.ndarray) -> np.ndarray:
 def _cells_for(need_P: np.ndarray, phase_P: np.ndarray, growth: float) -> np.ndarray:
     """Least number of cells, among the sizes that each shard may have, with room for need_P keys: int64 [P]."""
     least_P = (need_P + 1) / _LOAD_MAX
-    step_P = np.ceil(np.log(least_P / _CELLS_MIN) / math.log(growth) - phase_P)
+    step_P = np.maximum(np.ceil(np.log(least_P / _CELLS_MIN) / math.log(growth) - phase_P), 0)
     return (np.ceil(_CELLS_MIN * growth ** (step_P + phase_P)).astype(np.int64) + LINE) // LINE * LINE

@@ -24,7 +24,7 @@ import numpy as np
 
 from oneemb.kernels.row_blocks import bits_clear, bits_set
 from oneemb.kernels.threads import Threads
-from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.compact_index import CompactIndex
 from oneemb.storage.locking.store_lock import changing
 from oneemb.storage.table.chunk_files import ChunkFile, ChunkFiles
 from oneemb.storage.table.geometry import Geometry
@@ -49,8 +49,7 @@ class LiveRows:
         self, geometry: Geometry, files: ChunkFiles, threads: Threads, expected: int = 0, beside: Executor | None = None
     ):  # fmt: skip
         self.geometry = geometry
-        # The index's growth limits the speed of appends: it may take 30 bytes a key, not 24, to grow less often.
-        self.index = HashIndex(threads, expected, growth=2.2)
+        self.index = CompactIndex(threads, expected)
         self.first_E = np.empty(0, np.int64)
         """For each extent, the first extent of its chunk; -1 for a free extent, `_READ` for one that a `get` reads."""
         self.live_E = np.empty(0, np.int64)

@@ -20,6 +20,7 @@ from concurrent.futures import Executor, Future, wait
 import numpy as np
 
 from oneemb.kernels.threads import submit
+from oneemb.storage.compact_index import CompactIndex
 from oneemb.storage.hash_index import HashIndex
 
 # Most keys of a list: a longer list would save little for each key, and callers would wait longer for it.
@@ -29,6 +30,7 @@ _LISTS_MIN = 32
 # If an index is too small for lists of this many keys, keys are put at once: the index fits into the CPU's cache.
 _LIST_MIN = 1 << 10
 
+_Index = HashIndex | CompactIndex
 _Put = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
 
@@ -53,7 +55,7 @@ class PendingKeys:
     `put` raises, it must have changed nothing. beside: runs `put` for full lists; None = the caller's thread does.
     """
 
-    def __init__(self, index: HashIndex, beside: Executor | None):
+    def __init__(self, index: _Index, beside: Executor | None):
         self._index, self._beside = index, beside
         # Number of keys in each shard of the index after all lists but the filling one are put; number of keys of each
         # shard in the filling list; and in the next `note`.
@@ -143,7 +145,7 @@ class PendingKeys:
         self._full, self._spare = None, self._full
 
 
-def _list_room(index: HashIndex) -> int:
+def _list_room(index: _Index) -> int:
     """Number of keys of the next list: a power of two, so that it seldom changes; 0 = put keys at once."""
     room = min(_LIST_MAX, index.capacity // _LISTS_MIN)
     return 1 << (room.bit_length() - 1) if room >= _LIST_MIN else 0
