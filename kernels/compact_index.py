@@ -44,8 +44,10 @@ LINES = 64
 BLOCK_BYTES = 4096
 LINES_MAX = (1 << 32) - LINES
 
-_PLACE_BITS = np.int64(40)
-_PLACE_MASK = np.int64((1 << 40) - 1)
+TABLE_SHIFT = np.int64(40)
+"""Bits of a place in a cell of the spill; the table lies above them."""
+
+PLACE_MASK = np.int64((1 << 40) - 1)
 
 # The head is the high half of a line's last word, so that these numbers are added to the word.
 _HEAD = np.int64(7)
@@ -55,6 +57,7 @@ _SPILLED = np.int64(1 << 45)
 SPILLED = 1 << 45
 """Last word of a line without keys of which some are in the spill."""
 
+
 AHEAD = 32
 """Keys whose lines are prefetched before the first of them is compared."""
 
@@ -62,7 +65,7 @@ _RING = np.int64(2 * AHEAD - 1)
 
 
 @rule
-def _mask(bits: Number) -> Number:
+def mask_of(bits: Number) -> Number:
     return (np.int64(1) << bits) - np.int64(1)
 
 
@@ -80,13 +83,13 @@ def _line_of(hash: Number, lines: Number) -> Number:
 
 
 @rule
-def _turn(hash: Number) -> Number:
+def turn_of(hash: Number) -> Number:
     """From 1 to 63: what separates the two lines of a key."""
     return (((np.int64(hash) & np.int64(0xFFFF)) * np.int64(63)) >> np.int64(16)) + np.int64(1)
 
 
 @rule
-def _address(shard_P4: Array, p: Number, hash: Number) -> Number:
+def line_address(shard_P4: Array, p: Number, hash: Number) -> Number:
     """Address of a key's line."""
     line = _line_of(hash, shard_P4[p, 1])
     return word_at(shard_P4[p, 0], line >> np.int64(6)) + ((line & np.int64(63)) << np.int64(6))
@@ -95,11 +98,11 @@ def _address(shard_P4: Array, p: Number, hash: Number) -> Number:
 @rule
 def _other(line: Number, hash: Number) -> Number:
     """Address of the other line of a key, given the address of one."""
-    return line ^ (_turn(hash) << np.int64(6))
+    return line ^ (turn_of(hash) << np.int64(6))
 
 
 @rule
-def _taken(line: Number) -> Number:
+def taken_of(line: Number) -> Number:
     return (word_at(line, _HEAD) >> np.int64(32)) & np.int64(7)
 
 
@@ -120,12 +123,12 @@ def _spills(line: Number) -> Number:
 
 
 @rule
-def _set_spills(line: Number) -> None:
+def set_spills(line: Number) -> None:
     set_word(line, _HEAD, word_at(line, _HEAD) | _SPILLED)
 
 
 @rule
-def _place_at(line: Number, k: Number, bits: Number) -> Number:
+def place_at(line: Number, k: Number, bits: Number) -> Number:
     """place + 1 of a cell, whose word has `bits` bits of the key."""
     high = np.int64(np.uint64(word_at(line, k)) >> np.uint64(bits))
     return (high << np.int64(16)) | half_at(line, np.int64(24) + k)
@@ -140,8 +143,8 @@ def _set_cell(line: Number, k: Number, bits: Number, key: Number, place1: Number
 @rule
 def _find(line: Number, bits: Number, key: Number) -> Number:
     """The cell of a line whose word has this key in its low bits: 0 to 5; 6 = none."""
-    k = equal_of_line(line, _mask(bits), key)
-    return k if k < CELLS and _place_at(line, k, bits) != 0 else np.int64(CELLS)
+    k = equal_of_line(line, mask_of(bits), key)
+    return k if k < CELLS and place_at(line, k, bits) != 0 else np.int64(CELLS)
 
 
 @cpu
@@ -164,9 +167,9 @@ def compact_find(
             p = natural(np.uint64(hash) >> np.uint64(56))
             low, tables = shard_P4[p, 2], shard_P4[p, 3]
             bits, table = low + tables + np.int64(1), np.int64(table_U[u])
-            k = equal_of_line(line, _mask(bits), (hash & _mask(low)) | (table << low))
+            k = equal_of_line(line, mask_of(bits), (hash & mask_of(low)) | (table << low))
             fits = _fits(table, tables)
-            place = _place_at(line, k & np.int64(7), bits) - np.int64(1)
+            place = place_at(line, k & np.int64(7), bits) - np.int64(1)
             place = place if (k != CELLS) & fits else np.int64(-1)
             place_U[u] = place
             later_K[later] = u
@@ -184,12 +187,12 @@ def compact_find(
             fits = _fits(table, tables)
             if fits and _moved(line) != 0:
                 other = _other(line, hash)
-                k = _find(other, bits, (hash & _mask(low)) | (table << low) | (np.int64(1) << (bits - 1)))
+                k = _find(other, bits, (hash & mask_of(low)) | (table << low) | (np.int64(1) << (bits - 1)))
                 if k != CELLS:
-                    place1 = _place_at(other, k, bits)
+                    place1 = place_at(other, k, bits)
             if place1 == 0 and (_spills(line) or not fits):
                 c = probe(spill_P[p], cells_P[p], home_cell(np.uint64(hash), cells_P[p]), table, id)
-                place1 = word_at(spill_P[p], 2 * c + 1) & _PLACE_MASK
+                place1 = word_at(spill_P[p], 2 * c + 1) & PLACE_MASK
             place_U[u] = place1 - 1
 
 
@@ -204,39 +207,39 @@ def _locate(
         hash_K[natural(k) + i] = hash_key(np.int64(table_U[u]), np.int64(id_U[u]), np.int64(0))
     for i in range(natural(last - first)):
         hash = hash_K[natural(k) + i]
-        line = _address(shard_P4, natural(hash >> np.uint64(56)), hash)
+        line = line_address(shard_P4, natural(hash >> np.uint64(56)), hash)
         line_K[natural(k) + i] = line
         prefetch_word(line, np.int64(0))
 
 
 @rule
-def _has_bits(tables: Number, bits: Number, table: Number, place1: Number) -> Number:
+def has_bits(tables: Number, bits: Number, table: Number, place1: Number) -> Number:
     """Whether the table and the place of a key fit into a cell."""
     return _fits(table, tables) and ((place1 >> np.int64(16)) >> (np.int64(64) - bits)) == 0
 
 
 @rule
-def _append(line: Number, bits: Number, key: Number, place1: Number) -> None:
+def append_key(line: Number, bits: Number, key: Number, place1: Number) -> None:
     """Write a new key into the first empty cell of its line, which must have one."""
-    _set_cell(line, _taken(line), bits, key, place1)
+    _set_cell(line, taken_of(line), bits, key, place1)
     _add(line, _TAKEN)
 
 
 @rule
-def _insert(line: Number, hash: Number, bits: Number, key: Number, place1: Number, way_3L: Array) -> Number:
+def insert_key(line: Number, hash: Number, bits: Number, key: Number, place1: Number, way_3L: Array) -> Number:
     """Write a new key, whose line is `line`, into a cell of its block. Returns whether it found room; if it did not,
     nothing has changed.
 
     way_3L: scratch memory, int64 [3, LINES]: lines that were searched, in order; the line before, from which a key may
     move to it; and this key's cell.
     """
-    if _taken(line) < CELLS:
-        _append(line, bits, key, place1)
+    if taken_of(line) < CELLS:
+        append_key(line, bits, key, place1)
         return True
     moved = np.int64(1) << (bits - np.int64(1))
     other = _other(line, hash)
-    if _taken(other) < CELLS:
-        _append(other, bits, key | moved, place1)
+    if taken_of(other) < CELLS:
+        append_key(other, bits, key | moved, place1)
         _add(line, _MOVED)
         return True
     way_3L[0, 0], way_3L[1, 0], way_3L[0, 1], way_3L[1, 1] = line, -1, other, -1
@@ -250,8 +253,8 @@ def _insert(line: Number, hash: Number, bits: Number, key: Number, place1: Numbe
             bit = np.uint64(1) << np.uint64((to >> np.int64(6)) & np.int64(63))
             if found & bit:
                 continue
-            if _taken(to) < CELLS:
-                free, cell = to, _taken(to)
+            if taken_of(to) < CELLS:
+                free, cell = to, taken_of(to)
                 _add(to, _TAKEN)
                 while True:
                     word = word_at(now, k) ^ moved
@@ -281,7 +284,7 @@ def _insert(line: Number, hash: Number, bits: Number, key: Number, place1: Numbe
 @rule
 def _remove(line: Number, k: Number, bits: Number, hash: Number) -> None:
     """Empty cell k of a line, whose key has this hash."""
-    last = _taken(line) - np.int64(1)
+    last = taken_of(line) - np.int64(1)
     if word_at(line, k) & (np.int64(1) << (bits - np.int64(1))):
         _add(_other(line, hash), -_MOVED)
     set_word(line, k, word_at(line, last))
@@ -297,7 +300,7 @@ def compact_put(
     next_P: Array, end_P: Array, order_U: Array, cell_U2: Array, old_U: Array,
 ) -> None:  # fmt: skip
     """Put the cells cell_U2[next_P[p]] to cell_U2[end_P[p] - 1] into shard p, for shards begin to end - 1, in order,
-    and advance next_P. A shard stops early where the spill may have too few cells for the next keys.
+    and advance next_P. A shard stops early at a key for which the spill has no cell.
 
     order_U, cell_U2, old_U: as in `cells_put`. New keys are added to size_P, those in the spill to spilled_P as well.
     """
@@ -310,27 +313,26 @@ def compact_put(
         first = next_P[p]
         while first < end_P[p]:
             last = min(first + AHEAD, end_P[p])
-            if spilled_P[p] + last - first >= cells:
-                break
             for i in range(first, last):
-                hash = hash_key(cell_U2[i, 1] >> _PLACE_BITS, cell_U2[i, 0], np.int64(0))
-                line = _address(shard_P4, p, hash)
+                hash = hash_key(cell_U2[i, 1] >> TABLE_SHIFT, cell_U2[i, 0], np.int64(0))
+                line = line_address(shard_P4, p, hash)
                 hash_K[i - first], line_K[i - first] = np.int64(hash), line
                 prefetch_word(line, np.int64(0))
-            later, in_order = np.int64(0), False
+            # Where a key may find the spill full, all keys wait, so that the put can stop at that key.
+            later, in_order = np.int64(0), spilled_P[p] + last - first >= cells
             for i in range(first, last):
                 word, hash, line = cell_U2[i, 1], hash_K[i - first], line_K[i - first]
-                table, place1 = word >> _PLACE_BITS, word & _PLACE_MASK
-                key = (hash & _mask(low)) | (table << low)
-                k = equal_of_line(line, _mask(bits), key)
-                old1 = _place_at(line, k & np.int64(7), bits) if k != CELLS else np.int64(0)
-                head, goes = word_at(line, _HEAD) >> np.int64(32), _has_bits(tables, bits, table, place1)
+                table, place1 = word >> TABLE_SHIFT, word & PLACE_MASK
+                key = (hash & mask_of(low)) | (table << low)
+                k = equal_of_line(line, mask_of(bits), key)
+                old1 = place_at(line, k & np.int64(7), bits) if k != CELLS else np.int64(0)
+                head, goes = word_at(line, _HEAD) >> np.int64(32), has_bits(tables, bits, table, place1)
                 # A key that has to move on waits, with all that follow: an equal key may be among these.
                 in_order |= not goes
                 if old1 != 0 and not in_order:
                     _set_cell(line, k, bits, key, place1)
                 elif head < CELLS and not in_order:  # No key of the line has moved or is in the spill.
-                    _append(line, bits, key, place1)
+                    append_key(line, bits, key, place1)
                     size_P[p] += 1
                 else:
                     later_K[later] = i
@@ -341,8 +343,8 @@ def compact_put(
             for j in range(later):
                 i = later_K[j]
                 id, word, hash, line = cell_U2[i, 0], cell_U2[i, 1], hash_K[i - first], line_K[i - first]
-                table, place1 = word >> _PLACE_BITS, word & _PLACE_MASK
-                key, fits = (hash & _mask(low)) | (table << low), _fits(table, tables)
+                table, place1 = word >> TABLE_SHIFT, word & PLACE_MASK
+                key, fits = (hash & mask_of(low)) | (table << low), _fits(table, tables)
                 old1, at, k = np.int64(0), line, np.int64(CELLS)
                 if fits:
                     k = _find(line, bits, key)
@@ -350,19 +352,22 @@ def compact_put(
                         at = _other(line, hash)
                         k = _find(at, bits, key | (np.int64(1) << (bits - np.int64(1))))
                     if k != CELLS:
-                        old1 = _place_at(at, k, bits)
-                c, goes = np.int64(-1), _has_bits(tables, bits, table, place1)
+                        old1 = place_at(at, k, bits)
+                c, goes = np.int64(-1), has_bits(tables, bits, table, place1)
                 if k == CELLS and (not fits or _spills(line)):
                     c = probe(spill, cells, home_cell(np.uint64(hash), cells), table, id)
-                    old1 = word_at(spill, 2 * c + 1) & _PLACE_MASK
+                    old1 = word_at(spill, 2 * c + 1) & PLACE_MASK
                 if k != CELLS and goes:
                     moved = word_at(at, k) & (np.int64(1) << (bits - np.int64(1)))
                     _set_cell(at, k, bits, key | moved, place1)
                 elif c >= 0 and old1 != 0:
                     set_word(spill, 2 * c + 1, word)
-                elif k == CELLS and goes and _insert(line, hash, bits, key, place1, way_3L):
+                elif k == CELLS and goes and insert_key(line, hash, bits, key, place1, way_3L):
                     size_P[p] += 1
                 else:
+                    if spilled_P[p] + 1 >= cells:
+                        last = i
+                        break
                     if k != CELLS:
                         _remove(at, k, bits, hash)
                         size_P[p] -= 1
@@ -371,9 +376,11 @@ def compact_put(
                     set_word(spill, 2 * c + 1, word)
                     spilled_P[p] += 1
                     size_P[p] += 1
-                    _set_spills(line)
+                    set_spills(line)
                 old_U[order_U[i] if len(order_U) != 0 else i] = old1 - 1
-            first = last
+            first, full = last, last < min(first + AHEAD, end_P[p])
+            if full:
+                break
         next_P[p] = first
 
 
@@ -393,19 +400,19 @@ def compact_erase(
             low, tables = shard_P4[p, 2], shard_P4[p, 3]
             bits = low + tables + np.int64(1)
             hash, line, place1 = hash_K[at], line_K[at], np.int64(0)
-            key, fits = (hash & _mask(low)) | (table << low), _fits(table, tables)
+            key, fits = (hash & mask_of(low)) | (table << low), _fits(table, tables)
             if fits:
                 where, k = line, _find(line, bits, key)
                 if k == CELLS and _moved(line) != 0:
                     where = _other(line, hash)
                     k = _find(where, bits, key | (np.int64(1) << (bits - np.int64(1))))
                 if k != CELLS:
-                    place1 = _place_at(where, k, bits)
+                    place1 = place_at(where, k, bits)
                     _remove(where, k, bits, hash)
                     size_P[p] -= 1
             if place1 == 0 and (_spills(line) or not fits):
                 c = probe(spill_P[p], cells_P[p], home_cell(np.uint64(hash), cells_P[p]), table, id)
-                place1 = word_at(spill_P[p], 2 * c + 1) & _PLACE_MASK
+                place1 = word_at(spill_P[p], 2 * c + 1) & PLACE_MASK
                 if place1 != 0:
                     close_hole(spill_P[p], cells_P[p], c)
                     spilled_P[p] -= 1
@@ -415,108 +422,6 @@ def compact_erase(
         if ahead < len(id_U) and begin <= shard_U[ahead] < end:
             hash = hash_key(np.int64(table_U[ahead]), np.int64(id_U[ahead]), np.int64(0))
             hash_K[at] = np.int64(hash)
-            line_K[at] = _address(shard_P4, np.int64(shard_U[ahead]), hash)
+            line_K[at] = line_address(shard_P4, np.int64(shard_U[ahead]), hash)
             prefetch_word(line_K[at], np.int64(0))
             prefetch_word(_other(line_K[at], np.int64(hash)), np.int64(0))
-
-
-@rule
-def _id_of(table: Number, hash: Number) -> Number:
-    """The id of a key, by its table and hash: the inverse of `hash_key` with salt 0."""
-    x = np.uint64(hash)
-    x = (x ^ (x >> np.uint64(31)) ^ (x >> np.uint64(62))) * np.uint64(0x319642B2D24D8EC3)
-    x = (x ^ (x >> np.uint64(27)) ^ (x >> np.uint64(54))) * np.uint64(0x96DE1B173F119089)
-    x = x ^ (x >> np.uint64(30)) ^ (x >> np.uint64(60))
-    # Id 0 gives what the table mixes into ids, mixed once more.
-    y = np.uint64(hash_key(table, np.int64(0), np.int64(0)))
-    y = (y ^ (y >> np.uint64(31)) ^ (y >> np.uint64(62))) * np.uint64(0x319642B2D24D8EC3)
-    y = (y ^ (y >> np.uint64(27)) ^ (y >> np.uint64(54))) * np.uint64(0x96DE1B173F119089)
-    return np.int64(x ^ y ^ (y >> np.uint64(30)) ^ (y >> np.uint64(60)))
-
-
-@rule
-def _add_cell(cell_N2: Array, n: Number, id: Number, word: Number) -> Number:
-    """Write a cell to cell_N2[n] if there is room, and return n + 1."""
-    if n < len(cell_N2):
-        cell_N2[n, 0], cell_N2[n, 1] = id, word
-    return n + 1
-
-
-@rule
-def _least_hash(line: Number, lines: Number) -> Number:
-    """The low 56 bits of the least hash of a line."""
-    y = ((np.uint64(line) << np.uint64(32)) + np.uint64(lines) - np.uint64(1)) // np.uint64(lines)
-    return np.int64(y << np.uint64(24))
-
-
-@rule
-def _zero(blocks: Number, begin: Number, end: Number) -> Number:
-    """Zero the blocks begin to end - 1, whose addresses are at `blocks`. Returns the end, at least `begin`."""
-    for b in range(begin, end):
-        block = word_at(blocks, b)
-        for w in range(np.int64(BLOCK_BYTES // 8)):
-            set_word(block, w, np.int64(0))
-    return max(begin, end)
-
-
-@cpu
-def compact_move(
-    begin: Number, end: Number, shard_G: Array, shard_P4: Array, new_G4: Array, spill_P: Array, cells_P: Array,
-    left_G: Array, left_GN2: Array, taken_G1: Array, taken_G: Array, taken_N2: Array,
-) -> None:  # fmt: skip
-    """Copy shards shard_G[begin:end] into new ones, new_G4, whose blocks are zeroed here. Neither the old shards nor
-    the spill change.
-
-    left_G[g]: number of keys of the old shard that found no room, their cells (id, table << 40 | place + 1) in
-    left_GN2[g] as far as there is room. taken_G[g]: number of keys of the spill that found room, their cells in
-    taken_N2 from taken_G1[g] on.
-    """
-    way_3L = np.empty((3, LINES), np.int64)
-    for g in range(begin, end):
-        p = shard_G[g]
-        lines, low, tables = shard_P4[p, 1], shard_P4[p, 2], shard_P4[p, 3]
-        bits = low + tables + np.int64(1)
-        new_lines, new_low, new_tables = new_G4[g, 1], new_G4[g, 2], new_G4[g, 3]
-        left, zeroed = np.int64(0), np.int64(0)
-        new_bits = new_low + new_tables + np.int64(1)
-        for n in range(lines):
-            line = word_at(shard_P4[p, 0], n >> np.int64(6)) + ((n & np.int64(63)) << np.int64(6))
-            if n & np.int64(63) == 0:
-                # The keys of this block go to lines up to the one of the greatest hash in it.
-                most = (np.uint64(n + LINES) << np.uint64(32)) // np.uint64(lines)
-                b = np.int64(((most * np.uint64(new_lines)) >> np.uint64(38))) + np.int64(1)
-                zeroed = _zero(new_G4[g, 0], zeroed, min(b, new_lines >> np.int64(6)))
-            least = _least_hash(n, lines)
-            for k in range(_taken(line)):
-                word = word_at(line, k)
-                table = (word >> low) & _mask(tables)
-                begins = least
-                if word & (np.int64(1) << (bits - np.int64(1))):
-                    begins = _least_hash(n ^ _turn(word), lines)
-                # The first hash from there on that ends with the bits of the cell.
-                hash = (p << np.int64(56)) | (begins + ((word - begins) & _mask(low)))
-                to, place1 = _address(new_G4, g, hash), _place_at(line, k, bits)
-                key = (hash & _mask(new_low)) | (table << new_low)
-                goes = _has_bits(new_tables, new_bits, table, place1)
-                if goes and _taken(to) < CELLS:
-                    _append(to, new_bits, key, place1)
-                elif not (goes and _insert(to, hash, new_bits, key, place1, way_3L)):
-                    _set_spills(to)
-                    left = _add_cell(left_GN2[g], left, _id_of(table, hash), (table << _PLACE_BITS) | place1)
-        _zero(new_G4[g, 0], zeroed, new_lines >> np.int64(6))
-        left_G[g] = left
-        taken = np.int64(0)
-        for c in range(cells_P[p]):
-            id, word = word_at(spill_P[p], 2 * c), word_at(spill_P[p], 2 * c + 1)
-            if word != 0:
-                table = word >> _PLACE_BITS
-                hash = np.int64(hash_key(table, id, np.int64(0)))
-                to = _address(new_G4, g, hash)
-                key, place1 = (hash & _mask(new_low)) | (table << new_low), word & _PLACE_MASK
-                goes = _has_bits(new_tables, new_bits, table, place1)
-                if goes and _insert(to, hash, new_bits, key, place1, way_3L):
-                    taken_N2[taken_G1[g] + taken, 0], taken_N2[taken_G1[g] + taken, 1] = id, word
-                    taken += 1
-                else:
-                    _set_spills(to)
-        taken_G[g] = taken

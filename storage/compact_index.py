@@ -26,9 +26,9 @@ from oneemb.kernels.compact_index import (
     SPILLED,
     compact_erase,
     compact_find,
-    compact_move,
     compact_put,
 )
+from oneemb.kernels.compact_index_move import compact_move
 from oneemb.kernels.hash_index import PLACE_BITS, PLACE_MAX
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import IndexMemoryError
@@ -45,8 +45,8 @@ _BLOCK_KEYS = int(CELLS * LINES * 0.92)
 _GROWTH, _GROWTH_MORE = 1.2, 0.2
 # The most room, beyond what is asked for, that a shard gets at first.
 _ROOM_MORE = 0.12
-# The spill has room for this part of the new keys in a shard with lines, beside the AHEAD that a put asks for.
-_SPILL_PART = 16
+# The spill has room for AHEAD keys, with which a put is fast, and this part of the new keys of a shard with lines.
+_SPILL_PART = 256
 # Least bits of a cell for the table. With more bits places beyond four times the rows would not fit.
 _TABLE_BITS, _TABLE_BITS_MAX = 8, 10
 # Cells of keys that one shard may leave over when it grows, before the growth is done again with room for more.

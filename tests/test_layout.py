@@ -435,7 +435,6 @@ REACHED_INTO = {
     "tests/storage/test_hot_tier.py": {"_below"},
     "tests/storage/test_json_lists.py": {"_known"},
     "tests/storage/test_memory.py": {"_lock"},
-    "tests/storage/test_pending_keys.py": {"_new_cells"},
     "tests/storage/test_persistent_table.py": {"_contents"},
     "tests/storage/test_persistent_table_damage.py": {"_keys_of"},
     "tests/storage/test_persistent_table_interrupts.py": {"_LockFile"},

@@ -17,9 +17,9 @@ from oneemb.graph.shown import html_of_text
 from oneemb.planning.machine import Machine, StepCost
 from oneemb.planning.planned_embedding import PlannedEmbedding, check_count
 
-# Bytes of a key in the index of a tier, and in the index of a persistent table, which grows in larger steps; see
-# storage/hash_index.py.
-_INDEX_BYTES, _TABLE_INDEX_BYTES = 24, 30
+# Bytes of a key in the index of a tier, and in the index of a persistent table; see storage/hash_index.py and
+# storage/compact_index.py.
+_INDEX_BYTES, _TABLE_INDEX_BYTES = 24, 15
 # Bytes for each row besides its words, in a tier that holds all rows.
 _MARK_BYTES = 1
 # Bytes for each slot of a cache besides the row's words, see storage/tiers/hot_tier.py.

@@ -106,8 +106,8 @@ class SnapshotReader:
     def get(
         self, table_U: np.ndarray, id_U: np.ndarray, out_XW: np.ndarray, to_U: np.ndarray | None = None
     ) -> np.ndarray:
-        """Copy the rows of these keys into `out_XW`; see `RowSource.get`. The first call makes an index of all keys, 20
-        to 30 bytes for each row. CorruptTableError if files are damaged, or if a writer has removed the snapshot;
+        """Copy the rows of these keys into `out_XW`; see `RowSource.get`. The first call makes an index of all keys, 13
+        bytes for each row. CorruptTableError if files are damaged, or if a writer has removed the snapshot;
         ValueError if a table is invalid."""
         check_tables(table_U)
         live = self._find_keys()

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage import hash_index
+from oneemb.storage import compact_index, hash_index
+from oneemb.storage.compact_index import BlockMemory, CompactIndex
 from oneemb.storage.errors import IndexMemoryError, StorageError
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.table import pending_keys
@@ -145,20 +146,22 @@ def test_what_is_done_with_noted_keys_sees_them(tmp_path, monkeypatch, backgroun
 
 
 class NoMemory:
-    """Refuses cells from the given growth on, this many times, or for good."""
+    """Refuses cells and blocks from the given growth on, this many times, or for good."""
 
     def __init__(self, monkeypatch, fails_at, times=10**9):
         self.calls, self.fails_at, self.times, self.refused = 0, fails_at, times, 0
-        real = hash_index._new_cells
+        for where, name in ((hash_index, "_new_cells"), (BlockMemory, "take")):
+            monkeypatch.setattr(where, name, self.refusing(getattr(where, name)))
 
-        def new_cells(cells_G):
+    def refusing(self, real):
+        def made(*args):
             self.calls += 1
             if self.fails_at < self.calls and self.refused < self.times:
                 self.refused += 1
                 raise MemoryError
-            return real(cells_G)
+            return real(*args)
 
-        monkeypatch.setattr(hash_index, "_new_cells", new_cells)
+        return made
 
 
 def growths(monkeypatch, tmp_path, puts):
@@ -173,8 +176,12 @@ def growths(monkeypatch, tmp_path, puts):
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("most", [1, 64, 1000])
-def test_without_memory_for_the_index_what_was_put_is_read_saved_and_loaded(tmp_path, monkeypatch, most, background):
+@pytest.mark.parametrize("small", [8, 192])
+def test_without_memory_for_the_index_what_was_put_is_read_saved_and_loaded(
+    tmp_path, monkeypatch, small, most, background
+):
     short_lists(monkeypatch, most)
+    monkeypatch.setattr(compact_index, "_SMALL", small)
     rng = np.random.default_rng(3)
     puts = [rng.choice(4000, int(rng.integers(1, 200)), replace=False) for _ in range(40)]
     many, refused = growths(monkeypatch, tmp_path, puts), 0
@@ -229,17 +236,17 @@ def test_cells_are_made_beside_the_caller_once_lists_are_long(tmp_path, monkeypa
     short_lists(monkeypatch, 256)
     monkeypatch.setattr(pending_keys, "_LISTS_MIN", 16)
     rng, rows, beside = np.random.default_rng(4), {}, []
-    real = hash_index._new_cells
+    real = BlockMemory.take
 
-    def new_cells(cells_G):
+    def take(self, blocks):
         beside.append(threading.current_thread().name.startswith("oneemb-index"))
-        return real(cells_G)
+        return real(self, blocks)
 
     with open_table(tmp_path) as table:
-        put(table, rows, *batch(0, 20000, rng))
-        put(table, rows, *batch(20000, 256, rng))
-        monkeypatch.setattr(hash_index, "_new_cells", new_cells)
-        for begin in range(20256, 40000, 128):
+        put(table, rows, *batch(0, 80000, rng))
+        put(table, rows, *batch(80000, 256, rng))
+        monkeypatch.setattr(BlockMemory, "take", take)
+        for begin in range(80256, 100000, 128):
             put(table, rows, *batch(begin, 128, rng))
         assert len(beside) > 20 and sum(beside) >= 0.9 * len(beside)
         check(table, rows)
@@ -256,7 +263,7 @@ def test_an_index_says_how_much_memory_it_needs(monkeypatch):
 
 def test_rows_can_be_got_while_the_index_takes_in_a_list(tmp_path, monkeypatch):
     short_lists(monkeypatch, 300)
-    index_put, go, waiting = HashIndex.replace, threading.Event(), threading.Event()
+    index_put, go, waiting = CompactIndex.replace, threading.Event(), threading.Event()
 
     def slow(self, *keys):
         if threading.current_thread().name.startswith("oneemb-index"):
@@ -266,7 +273,7 @@ def test_rows_can_be_got_while_the_index_takes_in_a_list(tmp_path, monkeypatch):
 
     rng, rows = np.random.default_rng(4), {}
     with open_table(tmp_path) as table:
-        monkeypatch.setattr(HashIndex, "replace", slow)
+        monkeypatch.setattr(CompactIndex, "replace", slow)
         for begin in range(0, 400, 100):
             put(table, rows, *batch(begin, 100, rng))
         assert waiting.wait(600), "a full list goes in beside the caller"
