@@ -217,7 +217,7 @@ def test_bytes_to_other_machines_are_those_to_their_ranks():
 
 
 def test_the_memory_of_a_plan_is_what_tiers_hold(tmp_path):
-    rows, dim = 60_000, 12
+    rows, dim = 300_000, 12  # fewer keys take more memory each
     options = {
         None: oneemb.make_device_mem_store_options(str(tmp_path / "memory")),
         2: oneemb.make_cached_ssd_store_options(2, str(tmp_path / "ssd")),
