@@ -93,6 +93,9 @@ for n, (name, call) in enumerate({
     "server": server,
     "draw": lambda: graph.draw(f"{folder}/graph.png"),
     "export parquet": lambda: oneemb.export_rows(embedding, f"{folder}/rows.parquet"),
+    "files": lambda: oneemb.data.Files("*"),
+    "stream": lambda: oneemb.data.RedisStream("redis://127.0.0.1:1", "s", {"n": "int64"}),
+    "topic": lambda: oneemb.data.KafkaTopic("t", {}, {"n": "int64"}),
     "hash polars": lambda: oneemb.hash_ids(Series()),
     "hash pandas": hashed_by_pandas,
     "import safetensors": lambda: oneemb.import_rows(embedding, "/dev/null.safetensors"),
@@ -103,7 +106,7 @@ for n, (name, call) in enumerate({
     except Exception as error:
         said[name] = f"{type(error).__name__}: {error}"
     graph(torch.arange(3))  # The embedding is as it was.
-    absent = {"redis", "hiredis", "pyarrow", "safetensors", "torchrec", "matplotlib"}
+    absent = {"redis", "hiredis", "pyarrow", "safetensors", "torchrec", "matplotlib", "confluent_kafka"}
 print(json.dumps(said))
 """
 
@@ -145,6 +148,9 @@ def said(tmp_path_factory):
         ("server", "redis:// needs redis: pip install 'oneemb[redis]'"),
         ("draw", "draw needs matplotlib: pip install 'oneemb[draw]'"),
         ("export parquet", "a file of rows in Parquet needs pyarrow: pip install 'oneemb[parquet]'"),
+        ("files", "Files needs pyarrow: pip install 'oneemb[parquet]'"),
+        ("stream", "RedisStream needs redis: pip install 'oneemb[redis]'"),
+        ("topic", "KafkaTopic needs confluent_kafka: pip install 'oneemb[kafka]'"),
         ("hash polars", "hash_ids of a polars Series needs pyarrow: pip install 'oneemb[parquet]'"),
         ("hash pandas", "equal"),
         ("import safetensors", "a file of rows in safetensors needs safetensors: pip install 'oneemb[safetensors]'"),
