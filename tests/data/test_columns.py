@@ -174,7 +174,7 @@ def test_columns_are_names(spec):
 LINES = [
     b"", b" ", b"{", b"null", b"[1]", b'"text"', b'{"n": 1}{"n": 2}', b'{"n": "text"}', b'{"n": 1.5}', b"\xff\xfe",
     b'{"n": 99999999999}', b'{"n": [1]}', b'{"n": null}', b"{}", b'{"n": 1', b'{"n": 1}}', b'{"n": {"n": 1}}', b"\0",
-    b'{"n": tru}', b'{"n": 1, "n": 2}',
+    b'{"n": tru}', b'{"n": 1, "n": 2}', b'{"n": 1} null', b'{"n": 1}[1]', b"{" * 9999,
 ]  # fmt: skip
 
 
