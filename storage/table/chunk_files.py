@@ -137,7 +137,7 @@ class ChunkFiles:
         rows_path, keys_path = chunk_paths(self.directory, self._next_number)
         chunk = ChunkFile(self._next_number, geometry, rows_path, keys_path)
         self._next_number += 1
-        path = rows_path
+        path, removals = rows_path, self._unfinished()
         try:
             chunk.rows_out = self._fs.create(rows_path, direct=self.direct)
             path = keys_path
@@ -146,7 +146,7 @@ class ChunkFiles:
             self._close_written(chunk)
             self._remove(rows_path)
             self._remove(keys_path)
-            if self._made_space(error):
+            if _made_space(error, removals):
                 return self.create(geometry)
             raise storage_error(error, "make the chunk file", path) from error
         chunk.keys_sum = xxh64(_header(KEYS_MAGIC, chunk))
@@ -179,7 +179,7 @@ class ChunkFiles:
             block_N, record_N: bytes of the run's blocks, in aligned memory, and of its `key_record`.
         """
         assert chunk.rows_out is not None and chunk.keys_out is not None, "only an open chunk grows"
-        path = chunk.rows_path
+        path, removals = chunk.rows_path, self._unfinished()
         try:
             if end.blocks == 0:
                 header_N = aligned_bytes(ROWS_BEGIN)
@@ -191,7 +191,7 @@ class ChunkFiles:
                 self._fs.write(chunk.keys_out, _header(KEYS_MAGIC, chunk), 0)
             self._fs.write(chunk.keys_out, record_N, end.keys_bytes)
         except OSError as error:
-            if self._made_space(error):
+            if _made_space(error, removals):
                 self.write(chunk, end, block_N, record_N)
                 return
             raise storage_error(error, "write rows to", path) from error
@@ -346,13 +346,9 @@ class ChunkFiles:
         except OSError:
             pass  # Files that must be durable are synced before they are closed.
 
-    def _made_space(self, error: OSError) -> bool:
-        """Whether the disk was full, and files have been removed since that were being removed."""
-        removals = [removed for removed in list(self._removals.values()) if not removed.done()]
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not removals:
-            return False
-        wait(removals)
-        return True
+    def _unfinished(self) -> list[Future[None]]:
+        """The removals of files that have not ended."""
+        return [removed for removed in list(self._removals.values()) if not removed.done()]
 
     def _remove_files(self, chunk: ChunkFile) -> None:
         if self._lock is not None and not self._lock.still_there:
@@ -372,6 +368,14 @@ class ChunkFiles:
             return
         if path in self._unremoved:
             self._unremoved.remove(path)
+
+
+def _made_space(error: OSError, removals: list[Future[None]]) -> bool:
+    """Whether a disk was full while files were being removed. Waits until they are."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return False
+    wait(removals)
+    return bool(removals)
 
 
 def key_record(end: ChunkEnd, table_N: np.ndarray, id_N: np.ndarray, sum_B: np.ndarray) -> tuple[np.ndarray, ChunkEnd]:
