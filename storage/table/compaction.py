@@ -26,8 +26,8 @@ appended to it later. A save that replaces a snapshot needs the chunks of both f
 every row is then counted once as live and once as saved.
 
 Pace. A put waits for a move that goes on beside it in steps: while a share f of a chunk's rows has been moved, puts may
-use no more than a share f of the room that was left when the move began. So no put waits for a whole chunk, and all
-puts together wait no longer than before.
+use no more than a fifth, and a share f of the rest, of the room that was left when the move began. So no put waits for
+a whole chunk, and all puts together wait no longer than before.
 
 Cost. The chunk with the smallest live fraction u is cleaned first: u / (1 - u) rows move for each row that is freed. So
 a row is written at most 1 + 1 / s times, 17 at a = 2, and far fewer times where chunks differ. Writes for each row that
@@ -101,6 +101,8 @@ class Background:
 _PIECE_ROWS = 4096
 # Compaction begins in the background when the disk use exceeds the bound by this many chunks.
 _EARLY = 0.25
+# Share of the room that puts may use before a move has moved a row.
+_AT_ONCE = 0.2
 # `compact` skips a chunk whose live rows take at least this share of its bytes.
 _FULL_ENOUGH = 0.95
 # The largest g of the docstring above, and s / g: the part of the garbage that a save leaves to loose chunks.
@@ -304,7 +306,8 @@ class Compactor:
         excess = self._excess()
         if excess > 1 or self._removals_in_the_way(self._to_move):
             return True
-        return self._moving is not None and excess > self._excess_begun + (1 - self._excess_begun) * self._moved
+        share = _AT_ONCE + (1 - _AT_ONCE) * self._moved
+        return self._moving is not None and excess > self._excess_begun + (1 - self._excess_begun) * share
 
     def _removals_in_the_way(self, to_move: float) -> bool:
         """Whether chunks whose files are being removed take the room for `to_move` chunks of moved rows."""

@@ -150,7 +150,7 @@ def start_compaction(table, fs, rows, rng):
     deadline = time.monotonic() + 600
     while not fs.reading.is_set():
         assert time.monotonic() < deadline
-        put_random(table, rows, rng, 50, ids=300)
+        put_random(table, rows, rng, 5, ids=300)  # Few: a put that needs more room waits for the move.
         time.sleep(0.001)
 
 
@@ -334,5 +334,5 @@ def test_puts_wait_for_a_move_in_steps_long_before_the_bound_is_reached(tmp_path
         stop.set()
         fs.go_on.set()
         thread.join(600)
-        assert waiting["loose_bytes"] - begun["loose_bytes"] < 0.1 * begun["chunk_bytes"]  # three puts
+        assert waiting["loose_bytes"] - begun["loose_bytes"] < 0.3 * begun["chunk_bytes"]
         check(table, rows)
