@@ -73,6 +73,15 @@ class RowStore(RowSource, Protocol):
 
 
 @runtime_checkable
+class KeepsNeighbours(Protocol):
+    """A store that reads neighbouring rows at once; optional for a store."""
+
+    def write_order(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+        """Positions of these keys, int64 [N], in the order in which their rows should be put: rows that lie side by
+        side stay so. New keys come first."""
+
+
+@runtime_checkable
 class Snapshots(Protocol):
     """Snapshots of all rows, durable and named; optional for a store."""
 

@@ -186,6 +186,16 @@ class PersistentTable:
             self._begin(changes=False)
             return self._contents.live.index.find(table_U, id_U) >= 0
 
+    def write_order(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+        """Order in which to put rows; see `KeepsNeighbours`. New keys are ordered by their ids."""
+        with self._store_lock:
+            self._begin(changes=False)
+            place_N = self._contents.live.index.find(table_N, id_N)
+        order = np.argsort(place_N)
+        new = np.searchsorted(place_N, 0, sorter=order)
+        order[:new] = order[:new][np.lexsort((id_N[order[:new]], table_N[order[:new]]))]
+        return order
+
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
         if row_UW.shape != (len(id_U), self.row_width) or row_UW.dtype != np.float32:
             raise ValueError(

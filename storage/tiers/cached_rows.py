@@ -4,7 +4,7 @@ A score is relative to a use at the time of the save, so that scores of several 
 - "lfu": uses, each worth half after a half-life; 1 = one use now;
 - "lru": number of calls since the last use.
 
-N rows, in the order in which the cache has written them to the store below, so that they are read from few places.
+N rows, in the order in which they lie in the store below, if it has one (`KeepsNeighbours`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

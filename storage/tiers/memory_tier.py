@@ -22,7 +22,7 @@ from oneemb.kernels.arrays import Array
 from oneemb.storage.errors import StorageError
 from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.store_lock import changing
-from oneemb.storage.row_store import RowStore
+from oneemb.storage.row_store import KeepsNeighbours, RowStore
 from oneemb.storage.tiers.cached_rows import CachedRows
 from oneemb.storage.tiers.free_slots import FreeSlots
 from oneemb.storage.tiers.hot_rows import InitRows, RowsReadAhead
@@ -79,6 +79,7 @@ class MemoryTier(ABC):
         self.init_rows: InitRows = init or _no_rows
         self._absent, self._refused = absent or self.init_rows, refused or self.init_rows
         self._below = below
+        self._order_of = below.write_order if isinstance(below, KeepsNeighbours) else None
         self._resident = resident
         self._counters = Counters()
         self._free = FreeSlots(arange)
@@ -138,7 +139,7 @@ class MemoryTier(ABC):
 
     @abstractmethod
     def _all_keys(self) -> KeysAndSlots:
-        """Keys and slots of all rows of this tier, in the order in which dirty rows are written."""
+        """Keys and slots of all rows of this tier."""
 
     @abstractmethod
     def _scan(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -295,7 +296,8 @@ class MemoryTier(ABC):
         score_N = self._host(self.score_S[slot_N]).astype(np.float64)
         score_N = self._now - score_N if self.policy == "lru" else score_N / self._now
         shard = 0 if self.victims is None else self.victims.shard
-        return CachedRows(self.policy, shard, self._host(table_N), self._host(id_N), score_N.astype(np.float32))
+        rows = CachedRows(self.policy, shard, self._host(table_N), self._host(id_N), score_N.astype(np.float32))
+        return rows if self._order_of is None else rows.of(self._order_of(rows.table_N, rows.id_N))
 
     def warm(self, rows: CachedRows) -> None:
         """Bring rows that a cache held earlier into this cache, with their scores: those that are used most, as far as
@@ -398,6 +400,9 @@ class MemoryTier(ABC):
         assert self._below is not None
         self._note_change_below(id_N)
         tables, ids = self._host(table_N), self._host(id_N)
+        if self._order_of is not None:  # Rows that were used together then stay in the same blocks.
+            order = self._order_of(tables, ids)
+            tables, ids, slot_N = tables[order], ids[order], slot_N[self._put(order)]
         for part, row_NW in self._rows_out(slot_N):
             signals_deferred.raise_interrupt()  # Rows of parts that were written are clean, other rows are unchanged.
             self._below.put(tables[part], ids[part], row_NW)
