@@ -16,9 +16,9 @@ The hot tier itself runs, over a store that has every row; only which rows are a
 
 Caches hold 1, 5, 10 and 20 % of the rows there are. `--lookahead` is the number of batches that a loop reads ahead.
 `--half-life` tries "lfu" with other half-lives, in multiples of the cache's slots; 8 is built in. `--block-rows` is the
-number of rows in a block of the disk: 16 of 256 bytes fill 4096. Printed are, after the cache has filled, hit rates; the
-rows read a batch, which are the misses without first uses; the blocks with these rows, if evicted rows are written in
-the order in which they lay on disk, as caches do, and if they are written shard by shard of the index; and one JSON
+number of rows in a block of the disk: 16 of 256 bytes fill 4096. Printed are, after the cache has filled, hit rates;
+the rows read a batch, which are the misses without first uses; the blocks with these rows, if evicted rows are written
+in the order in which they lay on disk, as caches do, and if they are written shard by shard of the index; and one JSON
 line a case.
 
 "best fixed" is the share of uses that go to the most used rows, as many as there are slots: what a cache whose rows are
