@@ -151,7 +151,7 @@ def test_a_rank_on_a_new_machine_brings_its_part_and_the_others_have_theirs(tmp_
     )
     assert version_at(tmp_path, 2, url, monkeypatch) == 1
     parts = [get_part(rows_store(url), *one) for one in part_keys_in(rows_store(url))]
-    assert len(brought) == sum(len(file.pieces) for file in (*parts[1].files, parts[0].files[-1]))
+    assert len(brought) == sum(len(file.pieces) for file in parts[1].files)
 
 
 def test_the_store_keeps_as_many_saves_as_asked_for_and_the_folder_the_last(tmp_path, url):
@@ -327,6 +327,7 @@ def test_a_damaged_or_missing_object_is_an_error_that_names_it_and_changes_nothi
     graph = graph_at(tmp_path / "rows")
     graph(IDS)
     graph.save(url)
+    whole, told = state_of(graph), 0
     graph.embedding.close()
     fs, root = fsspec.core.url_to_fs(url.rpartition("/")[0])
     for n, path in enumerate(sorted(fs.find(root))):
@@ -336,17 +337,18 @@ def test_a_damaged_or_missing_object_is_an_error_that_names_it_and_changes_nothi
             fresh = graph_at(tmp_path / f"new{n}")
             fresh(IDS + 5)
             before = state_of(fresh)
-            if path.endswith("newest.json"):
-                fresh.load(url)  # which does not read it
-            else:
-                with pytest.raises((ValueError, StorageError, FileNotFoundError)) as raised:
-                    fresh.load(url)
-                name = path.rpartition("/")[2]
-                assert name in str(raised.value) or "no snapshot named" in str(raised.value)
+            try:
+                fresh.load(url)
+            except (ValueError, StorageError, FileNotFoundError) as error:
+                assert path.rpartition("/")[2] in str(error) or "no snapshot named" in str(error)
                 assert state_of(fresh) == before
+                told += 1
+            else:  # The object is not read, or the folder of the graph has its bytes.
+                assert state_of(fresh) == whole
             fresh.embedding.close()
             shutil.rmtree(tmp_path / f"new{n}")
             fs.pipe_file(path, data)
+    assert told > 10
 
 
 def saves_until_it_is_killed(group, report, root, url):
