@@ -17,6 +17,11 @@ and the raw disk in turn, so a slow moment of the machine hurts all of them. Fig
 
 With `--former`, or a file of earlier results at its default, figures stand beside the former ones.
 
+With `--limit-mb N` nothing is compared: the program writes the rows and reads a tenth of them, each checked, and may
+allocate N MiB beyond what Python and compiled code take (RLIMIT_DATA). 100 million rows, 28 GB of disk:
+
+    python benchmarks/bench_persistent_table.py --rows 100000000 --limit-mb 2048
+
 The raw disk: sequential direct writes of 4 MiB; direct reads of the same block size at the same depth, 128, by the
 same Linux AIO calls without checks and copies: as many different blocks a batch as it has rows, drawn beforehand from
 as many as the table has, one batch after the other.
@@ -26,6 +31,7 @@ import argparse
 import itertools
 import json
 import os
+import resource
 import shutil
 import statistics
 import sys
@@ -63,6 +69,7 @@ def main() -> None:
     parser.add_argument(
         "--puts", type=int, default=600, help="puts over all rows, alone and again with gets beside them"
     )
+    parser.add_argument("--limit-mb", type=int, help="write and read rows with so much memory, and compare nothing")
     parser.add_argument("--out", help="file of the results")
     parser.add_argument("--former", default=FORMER, help="file of earlier results")
     arguments = parser.parse_args()
@@ -72,6 +79,9 @@ def main() -> None:
     os.makedirs(arguments.path)
     cases = []
     try:
+        if arguments.limit_mb is not None:
+            print(json.dumps(limited(arguments.path, arguments.rows, arguments.limit_mb)))
+            return
         for block in arguments.blocks:
             cases += measure(arguments, block)
     finally:
@@ -79,6 +89,44 @@ def main() -> None:
     save_results(arguments.out, machine() | {"rows": arguments.rows, "row_bytes": WIDTH * 4}, cases)
     head = ["block", "case", "oneemb", "former", "times as good", "raw disk", "of raw", *arguments.peers]
     print(table(head, [line(case, former, arguments.peers) for case in cases]))
+
+
+def limited(path: str, rows: int, limit_mb: int) -> dict[str, float]:
+    """Write rows and read a tenth of them with at most `limit_mb` MiB of memory. Returns what that took."""
+    begun = time.perf_counter()
+
+    def run(path: str, rows: int) -> dict[str, float]:
+        rng = np.random.default_rng(0)
+        with PersistentTable.open(path, row_width=WIDTH, threads=Threads()) as table:
+            for begin in range(0, rows, PUT_ROWS):
+                id_N = np.arange(begin, min(begin + PUT_ROWS, rows)) * 7919
+                row_NW = np.broadcast_to((id_N % 9973)[:, None].astype(np.float32), (len(id_N), WIDTH))
+                table.put(np.zeros(len(id_N), np.int32), id_N, np.ascontiguousarray(row_NW))
+            table.flush()
+            out_UW = np.empty((BATCH, WIDTH), np.float32)
+            for _ in range(-(-rows // (10 * BATCH))):
+                id_U = rng.integers(0, 2 * rows, BATCH) * 7919  # Half of them are unknown.
+                missing_U = table.get(np.zeros(BATCH, np.int32), id_U, out_UW)
+                assert np.array_equal(missing_U, id_U >= rows * 7919)
+                assert (out_UW[~missing_U] == (id_U[~missing_U] % 9973)[:, None]).all()
+            stats = table.stats()
+            return {name: stats[name] for name in ("rows", "index_bytes", "memory_bytes", "disk_bytes")}
+
+    run(f"{path}/small", PUT_ROWS)  # Compiles the loops.
+    before = _status("VmData"), _status("VmRSS")
+    limit = before[0] + (limit_mb << 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    result = run(f"{path}/large", rows)
+    return result | {
+        "limit_mb": limit_mb, "index_bytes_a_key": result["index_bytes"] / rows,
+        "peak_mb_beyond_start": (_status("VmHWM") - before[1]) / 2**20, "seconds": time.perf_counter() - begun,
+    }  # fmt: skip
+
+
+def _status(name: str) -> int:
+    """Bytes of a line of this process's /proc/self/status."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(name + ":"))
 
 
 def read_former(path: str) -> dict[tuple[int, str], float]:

@@ -236,6 +236,7 @@ def test_the_memory_of_a_plan_is_what_tiers_hold(tmp_path):
             hit_rate=None if cache_mb is None else 0.5,
         )  # fmt: skip
         said, stats = planned.memory_bytes, embedding.stats()
+        assert f"{24 if cache_mb is None else 15} bytes a key" in str(planned)
         in_memory = said.get("cache", 0) + said.get("rows", 0) + said.get("index", 0)
         assert abs(stats["device"]["bytes"] / in_memory - 1) < 0.05, cache_mb
         if cache_mb is not None:

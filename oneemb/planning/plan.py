@@ -20,6 +20,7 @@ from oneemb.planning.planned_embedding import PlannedEmbedding, check_count
 # Bytes of a key in the index of a tier, and in the index of a persistent table; see storage/hash_index.py and
 # storage/compact_index.py.
 _INDEX_BYTES, _TABLE_INDEX_BYTES = 24, 15
+_A_KEY = {"index": f"{_INDEX_BYTES} bytes a key", "index of the table on disk": f"{_TABLE_INDEX_BYTES} bytes a key"}
 # Bytes for each row besides its words, in a tier that holds all rows.
 _MARK_BYTES = 1
 # Bytes for each slot of a cache besides the row's words, see storage/tiers/hot_tier.py.
@@ -96,7 +97,7 @@ class Plan:
                 _size(total),
                 f"of {_size(self.machine.memory_gib * 2**30 / self.ranks_per_machine)} there is",
             ),
-            *((f"  {name}", _size(size), "") for name, size in self.memory_bytes.items()),
+            *((f"  {name}", _size(size), _A_KEY.get(name, "")) for name, size in self.memory_bytes.items()),
         ]
         if self.disk_reads_per_s:
             rows.append(("reads from disk", f"{self.disk_reads_per_s:,.0f}/s", "a rank"))
