@@ -13,7 +13,7 @@ import torch
 import oneemb
 from oneemb.storage.errors import StorageError
 from oneemb.storage.objects import marks, push as push_module
-from oneemb.storage.objects.manifests import get_part, names_in, part_keys_in
+from oneemb.storage.objects.manifests import get_part, names_in, newest_in, part_keys_in
 from oneemb.storage.objects.object_store import ObjectStore
 from tests.support.rank_jobs import killed
 from tests.support.thread_ranks import FaultyCalls, run_ranks
@@ -140,6 +140,23 @@ def test_any_number_of_ranks_loads_what_any_number_has_saved_without_a_shared_di
     run(3, lambda ranks: save(ranks, tmp_path / "new3", 3, url, 3, load=True), patch=monkeypatch)
     assert_only(url, 1)
     assert version_at(tmp_path, size, url, monkeypatch) == 3
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_the_newest_save_is_that_of_a_job_whose_folders_count_anew(tmp_path, url, size, monkeypatch):
+    run(0, lambda ranks: save(ranks, tmp_path, 0, url, 1, 2, 3, keep=None), patch=monkeypatch)
+
+    def go_on(ranks):
+        graph = Filled(ranks, disks(tmp_path / "new", size))
+        graph.have(9).load(url)  # rows are there, or there are more ranks: the rows of the store are copied
+        graph.have(4).save(url)
+        name = graph.embedding.last_snapshot
+        graph.embedding.close()
+        return name
+
+    name, *_ = run(size, go_on, patch=monkeypatch)
+    assert newest_in(rows_store(url))[0] == name
+    assert len(names_in(rows_store(url))) == 4
 
 
 def test_a_rank_on_a_new_machine_brings_its_part_and_the_others_have_theirs(tmp_path, url, monkeypatch):

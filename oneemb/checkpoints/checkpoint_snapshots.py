@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 
 from oneemb.checkpoints.graph_state import State
 from oneemb.checkpoints.named_snapshot import SnapshotName
@@ -44,13 +45,18 @@ def new_snapshots(embeddings: Embeddings, changed: Mapping[str, bool], snapshot:
     }
 
 
-def save_snapshots(embeddings: Embeddings, made: Snapshots) -> None:
-    """Save the snapshots `made`, and enter their identities."""
+def save_snapshots(
+    embeddings: Embeddings, made: Snapshots, sequences: Mapping[str, int] = MappingProxyType({})
+) -> None:
+    """Save the snapshots `made`, and enter their identities. `sequences`: {name of the module: least sequence number of
+    its snapshot}."""
     for name, embedding in embeddings.items():
         snapshot = made[name]["oneemb_snapshot"]
         if snapshot is not None:
             # `embedding.save_snapshot` would make state_dict() name this snapshot.
-            made[name]["oneemb_identity"] = embedding.rank_snapshots.save(snapshot, embedding.description())
+            made[name]["oneemb_identity"] = embedding.rank_snapshots.save(
+                snapshot, embedding.description(), sequence=sequences.get(name, 0)
+            )
 
 
 def existing_snapshots(embeddings: Embeddings, of_saves: Sequence[Snapshots]) -> list[list[str]]:

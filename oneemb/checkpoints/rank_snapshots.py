@@ -204,10 +204,10 @@ class RankSnapshots:
 
     def save(
         self, name: str, description: dict[str, Any], *, overwrite: bool = False, since: str | None = None,
-        keep_evicted: bool = False,
+        keep_evicted: bool = False, sequence: int = 0,
     ) -> str:  # fmt: skip
         """Save a snapshot, or a delta since the snapshot `since`; returns its identity. See
-        `TableEmbedding.save_snapshot` and `save_delta`."""
+        `TableEmbedding.save_snapshot` and `save_delta`. `sequence`: least sequence number that the snapshot gets."""
         if not self.are_kept:
             raise StorageError(
                 f"tables {self._name} are in a temporary folder, which is removed with their collection and can keep no"
@@ -215,18 +215,20 @@ class RankSnapshots:
             )
         if self._has_no_ranks():
             identity = self._store.snapshots.save(
-                name, description, overwrite=overwrite, since=since, keep_evicted=keep_evicted
+                name, description, overwrite=overwrite, since=since, keep_evicted=keep_evicted, sequence=sequence
             ).identity
         else:
             call = f"save_snapshot {name!r}" if since is None else f"save_delta {name!r} since {since!r}"
             call += ", replacing" * overwrite + ", keep_evicted" * keep_evicted
-            identity = self.together(call, lambda: self._save(call, name, description, overwrite, since, keep_evicted))
+            identity = self.together(
+                call, lambda: self._save(call, name, description, overwrite, since, keep_evicted, sequence)
+            )
         self.last = name
         return identity
 
     def _save(
         self, call: str, name: str, description: dict[str, Any], overwrite: bool, since: str | None = None,
-        keep_evicted: bool = False,
+        keep_evicted: bool = False, sequence: int = 0,
     ) -> str:  # fmt: skip
         what = self.words(call)
         identity = self.ranks.all_gather(what, lambda: uuid.uuid4().hex)[0]
@@ -251,7 +253,8 @@ class RankSnapshots:
                 )
         self.ranks.agree(what, lambda: self._sweep(found))
         self.replicas.bring_new(what)
-        part, parts = NewPart(name, identity, found.next_sequence), NewParts(identity, self._size, self._fs)
+        part = NewPart(name, identity, max(found.next_sequence, sequence))
+        parts = NewParts(identity, self._size, self._fs)
 
         def save() -> None:
             snapshots = self._store.snapshots

@@ -43,7 +43,7 @@ from oneemb.graph.ranks import AnyRanks
 from oneemb.storage.errors import CorruptTableError, LockedError, SnapshotNotFoundError, StorageError
 from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.objects.deletion import clean_parts, clean_store, forget_stored
-from oneemb.storage.objects.manifests import current_of, names_in
+from oneemb.storage.objects.manifests import current_of, names_in, newest_in
 from oneemb.storage.objects.object_store import ObjectStore, is_url
 from oneemb.storage.objects.push import push_of_writer
 from oneemb.training.compiled_graph import CompiledGraph
@@ -152,6 +152,9 @@ class _Plan(NamedTuple):
     """Snapshots that a save has left that was stopped; None = none was."""
     snapshot: str
     """Name of the snapshot that this save makes of each embedding."""
+    sequences: dict[str, int]
+    """{name of an embedding: sequence number above that of the newest snapshot in the store}. The rows may have been
+    copied from there into a folder that begins to count anew, and servers follow the greatest number."""
 
 
 def save_stored(
@@ -165,7 +168,7 @@ def save_stored(
         check_between_updates(graph, train)
         places.append(StoredCheckpoint(url))
         changes = {name: embedding.store.changes for name, embedding in embeddings.items()}
-        return _plan(places[0], name_of_save(train)) if ranks.first else None, changes
+        return _plan(places[0], name_of_save(train), embeddings) if ranks.first else None, changes
 
     of_all = ranks.all_gather(what, begin)
     plan, place = cast(_Plan, of_all[0][0]), places[0]
@@ -175,7 +178,7 @@ def save_stored(
         _take_back(place, plan.left, embeddings, ranks, what)
     ranks.by_first(f"{what}: what it makes", lambda: place.put_intent(made))
     with _taken_back_on_error(place, made, embeddings, ranks, what):
-        save_snapshots(embeddings, made)
+        save_snapshots(embeddings, made, plan.sequences)
         for name, embedding in embeddings.items():
             if (snapshot := made[name]["oneemb_snapshot"]) is not None:
                 push = _pushes(place.rows_of(name), embedding.rank_snapshots.folder, snapshot, ranks.rank)
@@ -211,13 +214,14 @@ def save_stored(
     return len(kept)
 
 
-def _plan(place: StoredCheckpoint, snapshot: str) -> _Plan:
+def _plan(place: StoredCheckpoint, snapshot: str, embeddings: Iterable[str]) -> _Plan:
     named, left = place.named(), place.intent()
     if left is not None:
         names = {(name, one["oneemb_snapshot"]) for snapshots in named for name, one in snapshots.items()}
         left = {name: one for name, one in left.items() if (name, one["oneemb_snapshot"]) not in names}
     earlier = [snapshots for snapshots in named if any(place.has(name, one) for name, one in snapshots.items())]
-    return _Plan(named, earlier, left, snapshot)
+    newest = {name: newest_in(place.rows_of(name)) for name in embeddings}
+    return _Plan(named, earlier, left, snapshot, {name: one[2] + 1 for name, one in newest.items() if one is not None})
 
 
 def _pushes(store: ObjectStore, folder: str, snapshot: str, rank: int) -> Callable[[], None]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from oneemb.storage.errors import LockedError, OtherTableError, SnapshotNotFoundError, StorageError
+from oneemb.storage.errors import CorruptTableError, LockedError, OtherTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.objects.manifests import current_of, newest_in
 from oneemb.storage.objects.object_store import ObjectStore
 from oneemb.storage.objects.pull import pull_from
@@ -19,6 +19,7 @@ from oneemb.storage.snapshots.part_folders import open_anew
 from oneemb.storage.snapshots.snapshot_parts import look_at
 
 _LOOK_S = 0.05
+_TRIES = 3
 
 
 class StoredCopy:
@@ -43,17 +44,30 @@ class StoredCopy:
             if newest is None:
                 raise SnapshotNotFoundError(f"{self.url} must have a snapshot, it has none; push one first")
             name = newest[0]
-        identity = current_of(self._store, name)[0]
-        while not stop() and not self._has(name, identity):
+        tries, is_new = 0, False
+        # The job may replace the snapshot of this name at any time, so its identity is read again.
+        while not stop() and not self._has(name, identity := current_of(self._store, name)[0]):
+            if tries == _TRIES:
+                raise CorruptTableError(
+                    f"snapshot {name!r} in {self.url} must have identity {identity}, it has another in {self.folder}"
+                    f" after {_TRIES} pulls; push the snapshot again, to another URL if two jobs use this one"
+                )
             try:
                 pull_from(self._store, self.folder, [name], verify=False)  # Readers compare what they read.
             except LockedError:
                 time.sleep(_LOOK_S)  # Another process of this machine brings a snapshot, or removes one.
                 continue
-            except OtherTableError:
+            except OtherTableError as error:
+                if is_new:
+                    raise OtherTableError(
+                        f"{self.url} must have snapshot {name!r} and its parents from one table, but they have"
+                        f" different rows of one chunk; push them to another URL if two jobs use this one: {error}"
+                    ) from error
                 # The job went on from an older snapshot in another folder, so the copy is of no use.
                 shutil.rmtree(self.folder, ignore_errors=True)
+                is_new = True
                 continue
+            tries += 1
             with suppress(StorageError):  # Another process will.
                 self._remove_others(name)
 

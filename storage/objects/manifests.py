@@ -18,10 +18,13 @@ from urllib.parse import quote, unquote
 from oneemb.storage.errors import CorruptTableError, FormatVersionError, SnapshotNotFoundError
 from oneemb.storage.objects.object_store import ObjectStore, Piece
 from oneemb.storage.snapshots.snapshot_parts import rank_folder_name
+from oneemb.storage.table.chunk_files import chunk_paths
+from oneemb.storage.table.snapshot_file import check_snapshot_name
 
 _VERSION = 1
 _NEWEST = "newest.json"
 _IDENTITY = re.compile(r"[0-9a-f]{16,32}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,7 @@ class StoredPart:
 def put_part(store: ObjectStore, part: StoredPart) -> bool:
     """Write the text of a part whose pieces are all in the store. Returns whether all parts are now there."""
     store.put_text(_part_key(part.name, part.identity, part.shard), {"version": _VERSION, **asdict(part)})
-    keys = [_part_key(part.name, part.identity, shard) for shard in range(part.shards)]
-    if any(store.size_of(key) is None for key in keys):
+    if any(not has_part(store, part.name, part.identity, shard) for shard in range(part.shards)):
         return False
     current = {"version": _VERSION, "identity": part.identity, "shards": part.shards, "sequence": part.sequence}
     known = _current(store, part.name)
@@ -100,7 +102,11 @@ def get_part(store: ObjectStore, name: str, identity: str, shard: int) -> Stored
     try:
         _check_version(fields, store, key)
         part = StoredPart(**{field: fields[field] for field in StoredPart.__dataclass_fields__})
-        files = tuple(map(_file_of, fields["files"]))
+        check_snapshot_name(part.table_name)
+        numbers = _number(part.shard), _number(part.shards), _number(part.sequence), _number(part.rows)
+        if not numbers[0] < numbers[1]:
+            raise ValueError(f"the number of a part must be below that of all parts, got {numbers[0]} of {numbers[1]}")
+        files = _files_of(fields["files"])
         since = None if part.since is None else (str(part.since[0]), str(part.since[1]))
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CorruptTableError(f"{store.url}/{key} is no description of a part: {error!r}; push it again") from error
@@ -125,8 +131,12 @@ def newest_in(store: ObjectStore) -> tuple[str, str, int] | None:
     if fields is None:
         return None
     _check_current(fields, store, _NEWEST)
-    if not isinstance(fields.get("name"), str):
-        raise CorruptTableError(f"{store.url}/{_NEWEST} names no snapshot; delete the object and push a snapshot again")
+    try:
+        check_snapshot_name(fields.get("name", ""))
+    except (TypeError, ValueError) as error:
+        raise CorruptTableError(
+            f"{store.url}/{_NEWEST} names no snapshot: {error}; delete the object and push a snapshot again"
+        ) from error
     return fields["name"], fields["identity"], fields["sequence"]
 
 
@@ -184,8 +194,12 @@ def _put_newest(store: ObjectStore, name: str, current: dict[str, Any]) -> None:
 def _check_current(fields: dict[str, Any], store: ObjectStore, key: str) -> None:
     """Raise CorruptTableError unless a text names a snapshot."""
     _check_version(fields, store, key)
-    identity, numbers = fields.get("identity"), [fields.get(field) for field in ("shards", "sequence")]
-    if not isinstance(identity, str) or not _IDENTITY.fullmatch(identity) or not all(type(n) is int for n in numbers):
+    identity = fields.get("identity")
+    try:
+        is_sound = _number(fields.get("shards")) > 0 and _number(fields.get("sequence")) >= 0
+    except ValueError:
+        is_sound = False
+    if not is_sound or not isinstance(identity, str) or not _IDENTITY.fullmatch(identity):
         raise CorruptTableError(f"{store.url}/{key} names no snapshot; push the snapshot again")
 
 
@@ -197,17 +211,42 @@ def _check_version(fields: dict[str, Any], store: ObjectStore, key: str) -> None
         )
 
 
+def _files_of(entries: Any) -> tuple[StoredFile, ...]:
+    """The files that a text lists. ValueError unless they are the two files of each chunk, then that of a snapshot."""
+    if not isinstance(entries, list) or len(entries) % 2 == 0:
+        raise ValueError("the files must be two for each chunk and one of a snapshot")
+    files = tuple(map(_file_of, entries))
+    for n, file in enumerate(files[:-1]):
+        if len(file.chunk) != 4 or file.chunk != files[n - n % 2].chunk:
+            raise ValueError(f"a chunk must have four numbers, the same for both files, got {list(file.chunk)}")
+        if file.path != chunk_paths("chunks", file.chunk[0])[n % 2]:
+            raise ValueError(f"the path of a file must be that of its chunk, got {file.path!r}")
+    folder, _, name = files[-1].path.partition("/")
+    if folder != "snapshots" or not name.isascii() or "/" in name or name.strip(".") == "" or "\0" in name:
+        raise ValueError(f"the path of the last file must be that of a snapshot, got {files[-1].path!r}")
+    return files
+
+
 def _file_of(fields: dict[str, Any]) -> StoredFile:
     """The file that an entry of a text describes."""
-    pieces = tuple((str(digest), int(size)) for digest, size in fields["pieces"])
-    return StoredFile(_relative(fields["path"]), int(fields["size"]), pieces, tuple(map(int, fields["chunk"])))
+    pieces = tuple((_digest(digest), _number(size)) for digest, size in fields["pieces"])
+    if not isinstance(fields["path"], str):
+        raise ValueError(f"the path of a file must be a text, got {fields['path']!r}")
+    return StoredFile(fields["path"], _number(fields["size"]), pieces, tuple(map(_number, fields["chunk"])))
 
 
-def _relative(path: str) -> str:
-    """A path below a folder. ValueError if it leads elsewhere."""
-    if not path or path.startswith("/") or any(word in ("", ".", "..") for word in path.split("/")) or "\0" in path:
-        raise ValueError(f"the path of a file must lie in its table, got {path!r}")
-    return path
+def _number(value: Any) -> int:
+    """The value. ValueError unless it is an integer from 0 on, of 64 bits."""
+    if type(value) is not int or not 0 <= value < 1 << 64:
+        raise ValueError(f"a number must be an integer of 64 bits, got {value!r}")
+    return value
+
+
+def _digest(value: Any) -> str:
+    """The value. ValueError unless it is a SHA-256, since it becomes the key of an object."""
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        raise ValueError(f"a piece must be named by its SHA-256, got {value!r}")
+    return value
 
 
 def _folder_of(name: str) -> str:

@@ -101,7 +101,15 @@ def parts_in(store: ObjectStore, names: Collection[str]) -> list[StoredPart]:
         identity, shards, _ = current_of(store, name)
         if (name, identity) in parts:
             continue
-        found = [get_part(store, name, identity, shard) for shard in range(shards)]
+        found = []
+        for shard in range(shards):
+            part = get_part(store, name, identity, shard)
+            if part.shards != shards:
+                raise CorruptTableError(
+                    f"{store.url}: snapshot {name!r} must have {shards} parts, its part {shard} says {part.shards};"
+                    " push the snapshot again"
+                )
+            found.append(part)
         parts[name, identity] = found
         rest += {part.since[0] for part in found if part.since is not None}
     return sorted((part for some in parts.values() for part in some), key=lambda part: part.sequence)

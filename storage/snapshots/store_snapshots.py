@@ -49,7 +49,7 @@ class StoreSnapshots(StorePart):
     @with_store_lock
     def save(
         self, name: str, meta: dict[str, Any], *, overwrite: bool = False, part: NewPart | None = None,
-        since: str | None = None, keep_evicted: bool = False,
+        since: str | None = None, keep_evicted: bool = False, sequence: int = 0,
     ) -> SnapshotInfo:  # fmt: skip
         """Save all rows as they are now, durably, under a name. Returns the snapshot's description.
 
@@ -59,6 +59,7 @@ class StoreSnapshots(StorePart):
                 other ranks own. None = a snapshot of this store alone.
             since: save a delta, only the changes since this snapshot, one of the last that were saved or loaded.
             keep_evicted: if True, leave evicted keys out of the delta, so that its readers keep these rows.
+            sequence: least sequence number that the snapshot gets; that of `part` counts instead.
 
         Raises:
             StorageError: the name exists and `overwrite` is off, or that snapshot is the parent of deltas; `since` is
@@ -88,7 +89,7 @@ class StoreSnapshots(StorePart):
             uses, arrays = {**(uses or {}), **delta.to_meta()}, {**arrays, GONE: gone}
         info = self.rows.save(
             name, meta, store.step, overwrite=overwrite, part=part, without=without, more=uses, arrays=arrays,
-            since=places,
+            since=places, sequence=sequence,
         )  # fmt: skip
         self.saved = info.identity, store.changes
         if not keep_evicted and not name.startswith(EXPORTED):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import oneemb
-from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
+from oneemb.serving import stored_rows
+from oneemb.storage.errors import CorruptTableError, OtherTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.objects import push as push_module
 from oneemb.storage.objects.deletion import delete_stored
 from oneemb.storage.objects.object_store import ObjectStore
@@ -113,6 +114,34 @@ def test_a_job_that_went_on_elsewhere_is_followed(tmp_path, job, url):
         assert served.refresh() and served.version.name == "y"
         assert torch.equal(served(IDS * 3), other.read(IDS * 3))
         other.close()
+
+
+def test_a_snapshot_that_is_replaced_while_it_is_brought_is_brought_anew(tmp_path, job, url, monkeypatch):
+    original, replaced = stored_rows.pull_from, []
+
+    def replacing(*args, **more):
+        if not replaced:
+            train(job.embedding, IDS, 0.5)
+            job.embedding.save_snapshot("a", overwrite=True)
+            push(job.path, url, ["a"])
+            replaced.append(job.embedding.read(IDS).clone())
+        return original(*args, **more)
+
+    monkeypatch.setattr(stored_rows, "pull_from", replacing)
+    with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving") as served:
+        assert torch.equal(served(IDS), replaced[0])
+
+
+def test_a_delta_whose_parent_in_the_store_is_of_another_table_is_an_error(tmp_path, job, url):
+    job.save("delta", IDS[:5], since="a")
+    other = embedding_at(tmp_path / "other")
+    train(other, IDS * 3, 0.25)
+    other.save_snapshot("more")
+    other.save_snapshot("a")
+    push_of_writer(ObjectStore(url), str(tmp_path / "other"), "a", "save", 0)
+    other.close()
+    with pytest.raises(OtherTableError, match=r"must have snapshot 'delta' and its parents from one table"):
+        oneemb.InferenceEmbedding.open(url, "delta", folder=tmp_path / "serving")
 
 
 def test_a_bring_that_is_killed_at_any_read_changes_nothing_and_is_continued(tmp_path, job, url, monkeypatch):

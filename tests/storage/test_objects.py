@@ -230,6 +230,77 @@ def test_a_text_cannot_name_a_file_elsewhere(tmp_path, url, path):
     assert not (tmp_path / "out").exists() and not (tmp_path.parent / "out").exists()
 
 
+def part_text(store, name="a"):
+    """Key of the text of a part."""
+    (found,) = (one for one in part_keys_in(store) if one[0] == name)
+    return "snapshots/{}/{}/{}.json".format(*found)
+
+
+def changed(fields, place, value):
+    *path, last = place
+    inner = fields
+    for word in path:
+        inner = inner[word]
+    inner[last] = value
+    return fields
+
+
+WRONG_FIELDS = [
+    (["shards"], "1/../../../out"), (["shards"], 1 << 70), (["shards"], 0), (["sequence"], "x"), (["rows"], None),
+    (["table_name"], 3), (["files"], []), (["files"], {}), (["files", 0, "chunk"], []), (["files", 0, "path"], 1),
+    (["files", 0, "path"], "LOCK"), (["files", -1, "path"], "snapshots"), (["files", -1, "path"], "snapshots/\ud800"),
+    (["files", 0, "size"], -1), (["files", 0, "pieces"], [["../../../../kept", 1]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place, value", WRONG_FIELDS)
+def test_fields_of_a_text_that_no_push_writes_are_told_by_every_call(tmp_path, url, place, value):
+    saved_table(tmp_path / "live", "a")
+    push(tmp_path / "live", url)
+    store = ObjectStore(url)
+    key = part_text(store)
+    store.put_text(key, changed(store.get_text(key), place, value))
+    for call in (
+        lambda: pull(url, tmp_path / "copy"),
+        lambda: delete_stored(url, "a"),
+        lambda: clean_store(url, 0.0),
+        lambda: oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving"),
+    ):
+        with pytest.raises(CorruptTableError, match=re.escape(key)):
+            call()
+    assert "a" in push(tmp_path / "live", url).damaged
+    assert not (tmp_path / "copy").exists() and not (tmp_path / "out").exists()
+
+
+def test_cleaning_removes_no_file_outside_of_the_store_whatever_a_text_names(tmp_path):
+    saved_table(tmp_path / "live", "a")
+    url, kept = f"file://{tmp_path}/objects", tmp_path / "kept"
+    kept.write_text("x")
+    push(tmp_path / "live", url)
+    store = ObjectStore(url)
+    key = part_text(store)
+    fields = store.get_text(key)
+    store.put_text(key, changed(fields, ["files", 0, "pieces"], [["../../../kept", 1]]))
+    store.remove("snapshots/a/current.json")
+    clean_store(url, 0.0)
+    assert kept.exists()
+
+
+@pytest.mark.parametrize("key", ["snapshots/a/current.json", "newest.json"])
+@pytest.mark.parametrize("field, value", [("shards", 0), ("shards", -1), ("sequence", -1), ("shards", 2)])
+def test_numbers_of_a_snapshot_that_no_push_writes_are_told(tmp_path, url, key, field, value):
+    saved_table(tmp_path / "live", "a")
+    push(tmp_path / "live", url)
+    store = ObjectStore(url)
+    store.put_text(key, store.get_text(key) | {field: value})
+    if key != "newest.json":
+        with pytest.raises(CorruptTableError, match="snapshot"):
+            pull(url, tmp_path / "copy")
+    if key != "newest.json" or value != 2:  # The newest snapshot is read by its own text.
+        with pytest.raises(CorruptTableError, match="snapshot"):
+            oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving")
+
+
 def test_texts_of_a_later_release_are_not_guessed_at(tmp_path, url):
     saved_table(tmp_path / "live", "a")
     push(tmp_path / "live", url)
