@@ -20,15 +20,15 @@ from oneemb.data.source import BadRowError, ChangedSourceError, DataSource, Piec
 __all__ = [
     "BadRowError",
     "ChangedSourceError",
+    "DataSource",
     "Files",
     "GrowingFile",
     "GrowingFolder",
     "Ids",
-    "Lists",
     "KafkaTopic",
+    "Lists",
     "Loader",
     "Numbers",
     "Piece",
     "RedisStream",
-    "DataSource",
 ]

@@ -1,4 +1,4 @@
-"""Reads the pieces of a source in order and converts them, on threads if there are some."""
+"""Reads the pieces of a source in order and converts them to arrays, on threads if the loader has workers."""
 
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -42,7 +42,7 @@ class ChunkReader:
 
     Args:
         columns: names of the columns that are read.
-        executor: threads that convert; None = the calling thread.
+        executor: threads that convert pieces; None = the calling thread converts them.
         ahead: number of pieces that are read ahead for the threads.
     """
 
@@ -62,7 +62,7 @@ class ChunkReader:
         self._has_read_all = False
 
     def next_part(self, rows_max: int) -> RowRange | None:
-        """The next rows, at most so many; None = there are none now, or the source has ended."""
+        """The next rows, at most `rows_max`; None = the source has none now, or has ended."""
         while self._chunk is None or self._row == len(self._chunk.bad_N):
             self._read_ahead()
             if not self._coming:

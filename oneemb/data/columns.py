@@ -12,7 +12,7 @@ from oneemb.hashing import hash_ids
 
 
 class Ids:
-    """int64 [B, T]: an id of each column. Strings and bytes are hashed as by `oneemb.hash_ids`, integers are ids.
+    """Ids, int64 [B, T], one of each column: integers are ids, strings and bytes are hashed as by `oneemb.hash_ids`.
 
     Args:
         columns: names of T columns. A tuple of names is one column: the cross of its columns, hashed.
@@ -31,12 +31,12 @@ class Ids:
 
 
 class Numbers:
-    """float32 [B, D]: a number of each column: integers, floats, decimals or booleans.
+    """Numbers, float32 [B, D], one of each column of integers, floats, decimals or booleans.
 
     Args:
-        columns: names of D columns. A plain name among the columns of a loader is one number as float32 [B].
+        columns: names of D columns. A name in place of `Numbers` makes float32 [B] of one column.
         missing: number that takes the place of a missing one, and of NaN. None = a row without a value is a bad row.
-            A row with an infinite number always is.
+            A row with an infinite number is always a bad row.
     """
 
     def __init__(self, *columns: str, missing: float | None = None):
@@ -44,15 +44,15 @@ class Numbers:
 
 
 class Lists:
-    """(values [X], offsets int64 [B * T + 1]) of T columns of lists: the bags of a lookup with `offsets`.
+    """Bags of T columns of lists for a lookup with `offsets`: (values [X], offsets int64 [B * T + 1]).
 
     Bag p holds values[offsets[p]:offsets[p + 1]], and belongs to sample p // T and column p % T. Values are int64 ids
-    of integers, strings and bytes, or float32. A column without lists is one of bags of one value.
+    of integers, strings and bytes, or float32. In a column without lists each value is a bag.
 
     Args:
         columns: names of T columns.
-        max_length: largest number of values of a list; a row with a longer list is a bad row. None = any number.
-        missing: whether a missing list is an empty one. False = a row without a list is a bad row.
+        max_length: largest number of values in a list; a row with a longer list is a bad row. None = no limit.
+        missing: if True, a missing list is an empty list. False = a row without a list is a bad row.
     """
 
     def __init__(self, *columns: str, max_length: int | None = None, missing: bool = False):
@@ -111,8 +111,11 @@ class Chunk:
         return BadRowError(f'{self.piece.place(row)}: {why}; mend the row, or pass bad_rows="drop"')
 
 
+Convert = Callable[[Piece], Chunk]
+
+
 def convert(piece: Piece, specs: Mapping[str, Spec]) -> Chunk:
-    """The rows of a piece as arrays.
+    """Arrays of the rows of a piece.
 
     Raises:
         BadRowError: a column is missing, or has a wrong type.
@@ -228,7 +231,7 @@ class _Reader:
         length_N = np.array(self._pc.list_value_length(array).fill_null(0)).astype(np.int64)
         if spec.max_length is not None:
             self.flaw(length_N > spec.max_length, f"column {name!r} has a list of more than {spec.max_length} values")
-        offset_N1 = np.concatenate([np.zeros(1, np.int64), np.cumsum(length_N)])
+        offset_N1 = _offsets(length_N)
         values = self._pc.list_flatten(array)
         return ListColumn(self._values(values, name, np.repeat(np.arange(self.rows), length_N)), offset_N1)
 
@@ -270,9 +273,9 @@ def join(columns: Sequence[Column]) -> Column:
         return columns[0]
     if isinstance(columns[0], np.ndarray):
         return np.concatenate(columns)
-    lengths = np.concatenate([np.diff(bags.offset_N1) for bags in columns if isinstance(bags, ListColumn)])
-    value_X = np.concatenate([bags.value_X for bags in columns if isinstance(bags, ListColumn)])
-    return ListColumn(value_X, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
+    bags = [column for column in columns if isinstance(column, ListColumn)]
+    length_N = np.concatenate([np.diff(column.offset_N1) for column in bags])
+    return ListColumn(np.concatenate([column.value_X for column in bags]), _offsets(length_N))
 
 
 def take(column: Column, row_B: np.ndarray) -> Column:
@@ -280,8 +283,13 @@ def take(column: Column, row_B: np.ndarray) -> Column:
     if isinstance(column, np.ndarray):
         return column[row_B]
     begin_B, length_B = column.offset_N1[row_B], np.diff(column.offset_N1)[row_B]
-    offset_B1 = np.concatenate([np.zeros(1, np.int64), np.cumsum(length_B)])
+    offset_B1 = _offsets(length_B)
     return ListColumn(column.value_X[_spread(begin_B, length_B, offset_B1)], offset_B1)
+
+
+def _offsets(length_B: np.ndarray) -> np.ndarray:
+    """Offset of each list, and the end of the last one: int64 [B + 1]."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(length_B)])
 
 
 def _spread(begin_B: np.ndarray, length_B: np.ndarray, offset_B1: np.ndarray) -> np.ndarray:
@@ -301,11 +309,8 @@ def _tensor(parts: Sequence[Column]) -> Any:
     if len(bags) == 1:
         return torch.from_numpy(bags[0].value_X), torch.from_numpy(bags[0].offset_N1)
     length_BT = np.stack([np.diff(one.offset_N1) for one in bags], 1)
-    offset_P1 = np.concatenate([np.zeros(1, np.int64), np.cumsum(length_BT)])
+    offset_P1 = _offsets(length_BT)
     value_X = np.empty(offset_P1[-1], np.result_type(*(one.value_X for one in bags)))
     for t, one in enumerate(bags):
         value_X[_spread(offset_P1[t : -1 : len(bags)], length_BT[:, t], one.offset_N1)] = one.value_X
     return torch.from_numpy(value_X), torch.from_numpy(offset_P1)
-
-
-Convert = Callable[[Piece], Chunk]

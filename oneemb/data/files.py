@@ -1,8 +1,8 @@
 """A fixed set of Parquet and Arrow files, whose rows are dealt evenly to the ranks.
 
 A position is {"taken": [[rows of each rank] for each former number of ranks], "rank", "of", "row"}: rows that each rank
-had taken when the number of ranks changed, and rows that this rank has taken since. What each rank has left follows by
-dealing again, so the position stays small.
+had taken when the number of ranks changed, and rows that this rank has taken since. Dealing
+again gives the rows that each rank has left, so the position stays small.
 """
 
 import glob
@@ -23,7 +23,7 @@ Stretch = tuple[int, int, int]
 class Files:
     """Rows of Parquet and Arrow files. A loop over a loader is one epoch.
 
-    Each rank reads whole row groups, but for the last ones, which are cut so that all ranks have equally many rows.
+    Each rank reads whole row groups; the last ones are cut, so that numbers of rows of ranks differ by one at most.
 
     Args:
         *paths: paths, or patterns such as "clicks/**/*.parquet", whose files are read in the order of their names.
@@ -146,7 +146,7 @@ def split(stretches: Sequence[Stretch], rows: int) -> tuple[list[Stretch], list[
 
 
 def deal(stretches: Sequence[Stretch], world_size: int) -> list[list[Stretch]]:
-    """Stretches of each rank: in turn, and then those with too many rows give their last rows to the others."""
+    """Stretches of each rank: dealt in turn; then ranks with too many rows give their last rows to the other ranks."""
     dealt = [list(stretches[rank::world_size]) for rank in range(world_size)]
     each, more = divmod(count(stretches), world_size)
     spare: list[Stretch] = []

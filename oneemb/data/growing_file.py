@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from oneemb.data.lines import parse_json, schema_of
+from oneemb.data.lines import columns_of, parse_json, schema_of
 from oneemb.data.source import (
     POLL_S,
     BadRowError,
@@ -29,7 +29,7 @@ _LINE_BYTES_MAX = 1 << 26
 
 
 class GrowingFile:
-    """Rows of a file of JSON lines, those that are added later too. A line without a line break is not read yet.
+    """Rows of a file of JSON lines, also of lines that are added later. A line is read once its line break is there.
 
     The file must not be shortened, replaced or rotated. For logs that rotate, write each part as a file of its own, and
     use GrowingFolder.
@@ -52,9 +52,7 @@ class GrowingFile:
         return share_stretches(positions, rank, world_size)
 
     def read(self, position: Position, columns: Sequence[str]) -> Iterator[Piece | None]:
-        import pyarrow as pa
-
-        schema = pa.schema([field for field in self._schema if field.name in columns])
+        schema = columns_of(self._schema, columns)
 
         def stretch(at: Any, end: Any, rank: int, world_size: int) -> Iterator[Piece | None]:
             with self._open(at) as file:
@@ -110,7 +108,7 @@ class GrowingFile:
             raise self._changed(at[0], "is gone") from error
 
     def _check(self, file: int, at: Any) -> None:
-        """Raise ChangedSourceError if the open file is not the one at the path, or not the one of a place."""
+        """Raise ChangedSourceError if the open file is no longer at the path, or is not the file of the place `at`."""
         offset, head, checksum = at
         why = ""
         try:

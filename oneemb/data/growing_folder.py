@@ -21,13 +21,16 @@ from oneemb.kernels.extras import need
 _FIRST = ["", 0, 0, ""]
 """Place before all files: name of a file, row group, row, identity of the file."""
 
+_ALL = 1 << 40
+"""Row group of a place behind a whole file."""
+
 
 class GrowingFolder:
-    """Rows of Parquet and Arrow files in the order of the files' names, those of files that are added later too.
+    """Rows of Parquet and Arrow files in the order of the files' names, also of files that are added later.
 
     The name of a new file must sort behind the names of all files before it, and the file must be whole when it gets
-    its name: write it under another one, and rename it. A file that was read may be deleted; but a file stays as long
-    as a checkpoint that is to be resumed needs it. Ranks share row groups by a checksum of file name and number.
+    its name: write it under another name, and rename it. A file may be deleted once no checkpoint that is to be resumed
+    has its position in the file, or before it. Ranks share row groups by a checksum of file name and number.
 
     Args:
         pattern: pattern such as "clicks/*.parquet".
@@ -115,7 +118,3 @@ def _piece(name: str, path: str, group: int, first: int, rows: Any, identity: st
         return [name, group, first + k, identity]
 
     return Piece(rows, at, lambda k: f"{path}, row group {group}, row {first + k}")
-
-
-_ALL = 1 << 40
-"""Number of a row group behind all of a file."""

@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import methodcaller
 from typing import Any
 
-from oneemb.data.lines import parse_json, schema_of
+from oneemb.data.lines import columns_of, parse_json, schema_of
 from oneemb.data.source import POLL_S, ChangedSourceError, Piece, Position
 from oneemb.kernels.extras import need
 
@@ -19,10 +19,10 @@ _TIMEOUT_S = 30.0
 
 
 class KafkaTopic:
-    """Rows of a Kafka topic, those that are added later too. It needs `pip install 'oneemb[kafka]'`.
+    """Rows of a Kafka topic, also of messages that are added later. Needs `pip install 'oneemb[kafka]'`.
 
-    Each message's value is a JSON object. Ranks share partitions; there must be one for each rank at least. Partitions
-    that are added later are not read. Tested against the mock broker of librdkafka, not against a cluster.
+    Each message's value is a JSON object. Ranks share partitions; each rank needs at least one. Partitions that are
+    added later are not read. Tested with the mock broker of librdkafka, not with a cluster.
 
     Args:
         topic: name of the topic.
@@ -62,9 +62,7 @@ class KafkaTopic:
         return offsets[rank::world_size]
 
     def read(self, position: Position, columns: Sequence[str]) -> Iterator[Piece | None]:
-        import pyarrow as pa
-
-        schema = pa.schema([field for field in self._schema if field.name in columns])
+        schema = columns_of(self._schema, columns)
         offsets = {partition: offset for partition, offset in position}
         consumer = self._kafka.Consumer(self._config)
         try:

@@ -3,7 +3,7 @@
 Invariant: the result has one row for each text. A text that cannot be parsed has a row of nulls, and a reason.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ def schema_of(schema: Any, what: str) -> Any:
     """pyarrow.Schema of a schema, or of a dict from names to pyarrow types or their names, such as "int64".
 
     Raises:
-        TypeError, ValueError: it is none of these.
+        TypeError, ValueError: the argument is neither.
         ImportError: pyarrow is not installed.
     """
     pa = need("pyarrow", what, "parquet")
@@ -35,6 +35,13 @@ def schema_of(schema: Any, what: str) -> Any:
                 f' "string", "int64", "float" or "bool", got {kind!r}; a list is pyarrow.list_(pyarrow.string())'
             ) from error
     return pa.schema(fields)
+
+
+def columns_of(schema: Any, names: Collection[str]) -> Any:
+    """pyarrow.Schema with only the columns of these names."""
+    import pyarrow as pa
+
+    return pa.schema([field for field in schema if field.name in names])
 
 
 def parse_json(texts: Sequence[bytes], schema: Any) -> tuple[Any, dict[int, str]]:

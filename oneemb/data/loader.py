@@ -49,8 +49,7 @@ class Loader:
         world_size: number of ranks that share the rows.
         workers: number of threads that hash and convert rows. 0 = the thread that iterates.
         bad_rows: "raise" an error that names the first bad row of a window, or "drop" bad rows and count them.
-        max_wait_s: seconds after which rows of a live source that has no more now are given although they fill no
-            batch, or no window.
+        max_wait_s: seconds after which the rows of an incomplete window are given, if a live source has no more now.
         end_after_s: seconds without a row after which a loop over a live source ends. None = it waits for ever, or
             until `stop`.
 
@@ -146,7 +145,7 @@ class Loader:
         return self._counted(replace(state, next=position, number=0), [[] for _ in range(self.world_size)])
 
     def _share(self, states: Sequence[LoaderState]) -> LoaderState:
-        """State of this rank among `world_size` that go on where ranks of another number were."""
+        """State of this rank after the number of ranks has changed, from the states of all former ranks."""
         epoch = max(one.epoch for one in states)
         dropped = sum(one.dropped for one in states) if self.rank == 0 else 0
         state = LoaderState([], None, self.rank, self.world_size, epoch, dropped=dropped)

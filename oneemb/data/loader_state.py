@@ -1,4 +1,4 @@
-"""State of a loader: small, immutable, and made of what a checkpoint can hold."""
+"""State of a loader: small, immutable, and made of types that a checkpoint can hold."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ class LoaderState:
     """Place between two batches of one rank."""
 
     open: list[Window]
-    """Windows of which rows are left."""
+    """Windows with rows that were not given yet."""
     next: Position
     """Position of the source behind these windows."""
     rank: int
@@ -44,15 +44,15 @@ class LoaderState:
     """Bad rows that this rank has left out."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Numbers, strings, lists and dicts."""
+        """The state as a dict of numbers, strings, lists and dicts."""
         return {"format": _FORMAT, **vars(self), "open": [dict(vars(window)) for window in self.open]}
 
 
 def read_states(state: Any) -> list[LoaderState]:
-    """States of one dict, or of the list of the dicts of all ranks, in the order of ranks.
+    """States in one dict, or in the list of the dicts of all ranks, in the order of ranks.
 
     Raises:
-        ValueError: they are no states of a loader, or not those of all ranks.
+        ValueError: a dict is no state of a loader, or the list has not the states of all ranks of one save.
     """
     dicts = state if isinstance(state, list) else [state]
     states = []
@@ -76,7 +76,7 @@ def read_states(state: Any) -> list[LoaderState]:
 
 
 def share_windows(states: Sequence[LoaderState], world_size: int) -> list[list[Window]]:
-    """Windows of each of `world_size` ranks: each gives a part of the rows that are left in every open window."""
+    """Windows of each of `world_size` ranks. Each rank gets a part of the rows left in each open window of `states`."""
     shared: list[list[Window]] = [[] for _ in range(world_size)]
     for window in (window for one in states for window in one.open):
         for rank, mine in enumerate(shared):

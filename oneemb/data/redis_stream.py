@@ -10,7 +10,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
-from oneemb.data.lines import parse_json, parse_strings, schema_of
+from oneemb.data.lines import columns_of, parse_json, parse_strings, schema_of
 from oneemb.data.source import (
     POLL_S,
     ChangedSourceError,
@@ -22,14 +22,14 @@ from oneemb.data.source import (
 from oneemb.kernels.extras import need
 
 _ENTRIES = 8192
-"""Largest number of entries of an answer."""
+"""Largest number of entries in one answer of the server."""
 
 
 class RedisStream:
-    """Rows of a Redis stream, those that are added later too. It needs Redis 7 and `pip install 'oneemb[redis]'`.
+    """Rows of a Redis stream, also of entries that are added later. Needs Redis 7 and `pip install 'oneemb[redis]'`.
 
-    Each entry is a row: its fields are the columns, as text; or one field has a JSON object. Entries must stay until a
-    checkpoint behind them is saved: the stream's MAXLEN or MINID must leave so much.
+    Each entry is a row: its fields are the columns, as text; or one field has a JSON object. The stream's MAXLEN or
+    MINID must leave all entries behind the last checkpoint.
 
     Args:
         url: URL of the server, `redis://HOST:PORT/DATABASE` or `rediss://...`, as `redis.Redis.from_url` takes it.
@@ -53,9 +53,7 @@ class RedisStream:
         return share_stretches(positions, rank, world_size)
 
     def read(self, position: Position, columns: Sequence[str]) -> Iterator[Piece | None]:
-        import pyarrow as pa
-
-        schema = pa.schema([field for field in self._schema if field.name in columns])
+        schema = columns_of(self._schema, columns)
         client = self._redis.Redis.from_url(self._url, protocol=2)
         for command in ("XRANGE", "XREAD", "XINFO STREAM"):
             client.set_response_callback(command, lambda answer, **_: answer)
@@ -122,7 +120,7 @@ class RedisStream:
         rows, bad = self._rows(list(map(itemgetter(1), entries)), schema)
 
         def at(k: int) -> list[int]:
-            # Before entry k: behind the one before it.
+            # The place before entry k is the place behind entry k - 1.
             if k:
                 return [*_numbers(entries[k - 1][0]), numbers[k - 1] + 1]
             milliseconds, number = _numbers(entries[0][0])

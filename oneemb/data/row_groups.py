@@ -13,7 +13,7 @@ _END_BYTES = 65_536
 
 
 def file_identity(path: str) -> str:
-    """Text that another file of this name hardly has: size, and checksum of the end, which describes all row groups.
+    """Size of a file and checksum of its end, which describes all row groups: another file of this name differs in it.
 
     Raises:
         ChangedSourceError: the file is gone.

@@ -56,7 +56,7 @@ class DataSource(Protocol):
         """Position before the first row of a rank."""
 
     def share(self, positions: Sequence[Position], rank: int, world_size: int) -> Position:
-        """Position of one rank of `world_size` that together read what ranks at `positions` have not read."""
+        """Position of one rank. All `world_size` ranks together read the rows that `positions` have not read."""
 
     def read(self, position: Position, columns: Sequence[str]) -> Iterator[Piece | None]:
         """Yield the rows from a position on. A live source yields None when there are no rows now, at least each
@@ -70,10 +70,10 @@ class FixedSource(DataSource, Protocol):
         """Rows of each rank from `begin` or `share` on."""
 
     def identity(self) -> str:
-        """Text that says which rows the source has."""
+        """Text that differs if the rows of the source differ."""
 
     def check(self, identity: str) -> None:
-        """Raise ChangedSourceError if rows are not those of the source that had this identity."""
+        """Raise ChangedSourceError if the source has another identity now."""
 
 
 # ---- sources that are one sequence without an end --------------------------------------------------------------------

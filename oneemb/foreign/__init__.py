@@ -1,1 +1,1 @@
-"""Readers and writers of the files in which OneFlow and dynamicemb keep rows."""
+"""Readers and writers of tables of other libraries: OneFlow, dynamicemb, TFRA, HugeCTR, torch and TorchRec."""

@@ -61,8 +61,8 @@ class ForeignRows:
 
     Args:
         attached: format of the rows of the embedding that gets the rows; None = a snapshot gets them.
-        optimizer: name of the optimizer whose state the table has; None = that of `attached` if its parts are there,
-            else the first whose parts are there.
+        optimizer: name of the optimizer whose state the table has; None = the optimizer of `attached` if the table has
+            its state, else the first optimizer whose state the table has.
         with_state: whether to read the optimizer state.
 
     Raises:
@@ -84,7 +84,7 @@ class ForeignRows:
         self._state: list[tuple[StatePart, HashIndex | None, np.ndarray]] = []
         self.optimizer: str | None = None
         self.without_state = 0
-        """Number of rows read so far that have no optimizer state in the source, and begin with that of new rows."""
+        """Number of rows read so far without optimizer state in the source. They begin with the state of new rows."""
         self.nonfinite = 0
         """Number of rows read so far with a weight or a value of state that is infinite or NaN."""
         initial = np.empty(0, np.float32)
@@ -156,7 +156,7 @@ class ForeignRows:
             yield keys.read(begin, end).astype(np.int64), scores.values.read(begin, end).reshape(-1).astype(np.int64)
 
     def close(self) -> None:
-        """Nothing: no file is open between reads."""
+        """Do nothing: no file is open between reads."""
 
 
 def distinct_keys(what: str, keys: RowArray) -> HashIndex:
@@ -168,7 +168,7 @@ def distinct_keys(what: str, keys: RowArray) -> HashIndex:
             raise CorruptTableError(f"{what}: ids must be int64, got {key_N.dtype}")
         key_N = key_N.astype(np.int64)
         table_N = np.zeros(len(key_N), np.int32)
-        row_N, last_N = index.find(table_N, key_N), np.arange(begin, begin + len(key_N))
+        row_N = index.find(table_N, key_N)
         unique_U, first_U = np.unique(key_N, return_index=True)
         again = np.setdiff1d(np.arange(len(key_N)), first_U)
         if (row_N >= 0).any() or len(again):
@@ -177,7 +177,7 @@ def distinct_keys(what: str, keys: RowArray) -> HashIndex:
                 f"{what}: each id must come once, but id {key_N[n]} of row {begin + n} comes a second time; write the"
                 " source again, or restore it from a copy"
             )
-        index.put(table_N, key_N, last_N)
+        index.put(table_N, key_N, np.arange(begin, begin + len(key_N)))
     return index
 
 

@@ -1,4 +1,4 @@
-"""Tables of other libraries: `import_foreign` brings one in, `export_foreign` writes one for another library.
+"""Tables of other libraries: `import_foreign` imports a table, `export_foreign` writes a table for another library.
 
 Invariants:
 - memory does not grow with the weights; for each id, 20 to 60 bytes are needed to find ids that come twice;
@@ -6,9 +6,9 @@ Invariants:
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
@@ -30,25 +30,26 @@ if TYPE_CHECKING:
     from oneemb.embeddings.embedding import TableEmbedding
 
 ForeignFormat = Literal["tfra", "torchrec", "torch", "hugectr"]
-FOREIGN_FORMATS = ("tfra", "torchrec", "torch", "hugectr")
+FOREIGN_FORMATS: tuple[ForeignFormat, ...] = get_args(ForeignFormat)
 
 
 @dataclass(frozen=True)
 class ForeignReport:
-    """Account of what came along and what did not. `str(report)` has a line for each."""
+    """Report of an import or export: content that was carried over, and content that was not. `str(report)` has a line
+    for each."""
 
     rows: int
     """Number of rows."""
     optimizer: str | None
-    """Name of the optimizer whose state came along; None = no state did."""
+    """Name of the optimizer whose state was carried over; None = no state was."""
     step: int
-    """Number of optimizer steps that came along with the state."""
+    """Number of optimizer steps that was carried over with the state."""
     scores: int
-    """Number of scores that came along."""
+    """Number of scores that were carried over."""
     nonfinite: int
-    """Number of rows with a weight that is infinite or NaN; in an import also with such a value of state."""
+    """Number of rows with a weight, or in an import a value of the state, that is infinite or NaN."""
     not_carried: tuple[str, ...]
-    """Content that did not come along."""
+    """Content that was not carried over."""
 
     def __str__(self) -> str:
         came = [f"{self.rows:,} rows"]
@@ -113,7 +114,7 @@ def import_foreign(
             a policy.
 
     Returns:
-        Report of what came along and what did not.
+        Report of the content that was carried over, and of the content that was not.
 
     Raises:
         TypeError, ValueError: an argument is not as above, or does not fit the source.
@@ -135,7 +136,7 @@ def import_foreign(
         ("key_type", None if key_type == "int64" else key_type, ("tfra", "hugectr")),
     ):  # fmt: skip
         if given is not None and format not in formats:
-            raise ValueError(f"{argument} must only be given for {' or '.join(formats)}, got format {format!r}")
+            raise _only_for(argument, formats, format)
     if key_type not in ("int64", "int32", "uint32"):
         raise ValueError(f"key_type must be 'int64', 'int32' or 'uint32', got {key_type!r}")
     if with_scores and (embedding is None or embedding.policies is None):
@@ -201,7 +202,7 @@ def export_foreign(
         table: number of the table to write.
 
     Returns:
-        Report of what came along and what did not.
+        Report of the content that was carried over, and of the content that was not.
 
     Raises:
         FileExistsError: a file of the target exists, and `overwrite` is False.
@@ -213,16 +214,13 @@ def export_foreign(
     path = absolute_path(target)
     if name is None and format in ("tfra", "torchrec"):
         raise ValueError(f"name must be given for format {format!r}: the table's name there; give name=...")
-    if num_embeddings is not None and format not in ("torch", "torchrec") or num_embeddings is None and (
-        format == "torchrec"
-    ):  # fmt: skip
-        raise ValueError(
-            f"num_embeddings must be given for 'torchrec', may be for 'torch', and is for no other format, got"
-            f" {num_embeddings} for {format!r}"
-        )
-    if managed_collisions and format != "torchrec":
-        raise ValueError(f"managed_collisions=True must only be given for 'torchrec', got format {format!r}")
     is_file = format in ("torch", "torchrec")
+    if num_embeddings is None and format == "torchrec":
+        raise ValueError("num_embeddings must be given for 'torchrec': the number of rows of the weight")
+    if num_embeddings is not None and not is_file:
+        raise _only_for("num_embeddings", ("torch", "torchrec"), format)
+    if managed_collisions and format != "torchrec":
+        raise _only_for("managed_collisions=True", ("torchrec",), format)
     if is_file != path.endswith(".safetensors"):
         kind = "a file .safetensors" if is_file else "a folder"
         raise ValueError(f"target must be {kind} for format {format!r}, got {path}")
@@ -284,6 +282,10 @@ class _Watched:
 def _check_format(format: str) -> None:
     if format not in FOREIGN_FORMATS:
         raise ValueError(f"format must be {', '.join(map(repr, FOREIGN_FORMATS))}, got {format!r}")
+
+
+def _only_for(argument: str, formats: Sequence[str], format: str) -> ValueError:
+    return ValueError(f"{argument} must only be given for {' or '.join(formats)}, got format {format!r}")
 
 
 def _find(
