@@ -229,6 +229,8 @@ class RowReader:
                 lock.wait()
             finally:
                 self._waiting -= 1
+        if self._waiting:
+            lock.notify_all()  # This thread may read nothing, and one may wait for its turn only.
 
     def read(
         self, live: LiveRows, table_N: np.ndarray, id_N: np.ndarray, place_N: np.ndarray, to_N: np.ndarray,
@@ -247,30 +249,30 @@ class RowReader:
         # begins.
         first_Q = live.first_E[plan.extent_Q]
         offset_Q = ROWS_BEGIN + (plan.block_Q - first_Q * geometry.blocks_per_extent) * geometry.block_bytes
-        begin = 0
-        while begin < len(first_Q):
-            firsts, q_C, chunk_of_q = np.unique(first_Q[begin:], return_index=True, return_inverse=True)
-            many = self._files.files_open_max
-            end = begin + int(q_C[many]) if len(firsts) > many else len(first_Q)
-            chunk_C, sum_B = [live.chunk_in(extent) for extent in firsts[:many].tolist()], live.sum_B
-            file_Q = np.array([self._open(chunk) for chunk in chunk_C], np.int64)[chunk_of_q[: end - begin]]
-            try:
-                with live.held(chunk_C), self._others_allowed():
-                    self._blocks.read(plan.cut(begin, end), file_Q, offset_Q[begin:end], sum_B, out_XW)
-            except DamagedBlock as damage:
-                place = int(plan.place_P[damage.p])
-                n = int(np.flatnonzero(place_N == place)[0])
-                block = place // geometry.rows_per_block
-                c = int(np.searchsorted(firsts, block // geometry.blocks_per_extent, side="right")) - 1
-                raise block_damage(
-                    chunk_C[c].rows_path, geometry, block - int(firsts[c]) * geometry.blocks_per_extent, damage.data,
-                    int(sum_B[block]), int(table_N[n]), int(id_N[n]),
-                ) from None  # fmt: skip
-            except OSError as error:
-                q = error.filename if isinstance(error.filename, int) else 0
-                at = f"{chunk_C[chunk_of_q[q]].rows_path} at offset {offset_Q[begin + q]}"
-                raise storage_error(error, "read rows from", at) from error
-            begin = end
+        firsts, begin_C, chunk_of_q = np.unique(first_Q, return_index=True, return_inverse=True)
+        end_C = [*begin_C[1:].tolist(), len(first_Q)]
+        chunk_C, many = [live.chunk_in(extent) for extent in firsts.tolist()], self._files.files_open_max
+        with live.held(chunk_C):  # All at once: while files are read, calls of other threads may remove later ones.
+            for c in range(0, len(chunk_C), many):
+                begin, end = int(begin_C[c]), end_C[min(c + many, len(end_C)) - 1]
+                files = [self._open(chunk) for chunk in chunk_C[c : c + many]]
+                file_Q, sum_B = np.array(files, np.int64)[chunk_of_q[begin:end] - c], live.sum_B
+                try:
+                    with self._others_allowed():
+                        self._blocks.read(plan.cut(begin, end), file_Q, offset_Q[begin:end], sum_B, out_XW)
+                except DamagedBlock as damage:
+                    place = int(plan.place_P[damage.p])
+                    n = int(np.flatnonzero(place_N == place)[0])
+                    block = place // geometry.rows_per_block
+                    c = int(np.searchsorted(firsts, block // geometry.blocks_per_extent, side="right")) - 1
+                    raise block_damage(
+                        chunk_C[c].rows_path, geometry, block - int(firsts[c]) * geometry.blocks_per_extent,
+                        damage.data, int(sum_B[block]), int(table_N[n]), int(id_N[n]),
+                    ) from None  # fmt: skip
+                except OSError as error:
+                    q = begin + (error.filename if isinstance(error.filename, int) else 0)
+                    at = f"{chunk_C[chunk_of_q[q]].rows_path} at offset {offset_Q[q]}"
+                    raise storage_error(error, "read rows from", at) from error
         self._requests += len(first_Q)
         self._bytes += int(plan.blocks_Q.sum()) * geometry.block_bytes
 

@@ -214,11 +214,16 @@ def keys_of(rows):
     return np.array([t for t, _ in rows], np.int32), np.array([i for _, i in rows])
 
 
-@pytest.mark.parametrize("background, synced", [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    "background, synced, files_open", [(False, True, 9), (True, False, 9), (True, True, 9), (True, False, 1)]
+)
 @pytest.mark.parametrize("call", MEANWHILE)
-def test_a_get_brings_the_rows_of_its_begin_whatever_other_threads_do_meanwhile(tmp_path, call, background, synced):
+def test_a_get_brings_the_rows_of_its_begin_whatever_other_threads_do_meanwhile(
+    tmp_path, call, background, synced, files_open
+):
     rng, rows, fs = np.random.default_rng(0), {}, StoppedGets()
     with open_table(tmp_path, io="pread", fs=fs, background=background) as table:
+        chunk_files_of(table).files_open_max = files_open
         table.save_snapshot("empty", {})
         put_random(table, rows, rng, 900)
         table.flush()
@@ -292,6 +297,24 @@ def test_a_thread_that_reads_again_and_again_lets_others_read(tmp_path):
         often.join(600)
         once.join(600)
         assert order.index("once") == 1
+
+
+def test_a_thread_that_lets_others_go_first_goes_on_though_they_read_nothing(tmp_path):
+    rng, rows = np.random.default_rng(0), {}
+    absent, out_1W = (np.zeros(1, np.int32), np.full(1, -1)), np.empty((1, 30), np.float32)
+    with open_table(tmp_path, io="pread") as table:
+        put_random(table, rows, rng, 900)
+        table.flush()
+        keys, out_UW = keys_of(rows), np.empty((len(rows), 30), np.float32)
+        often = threading.Thread(target=lambda: [table.get(*keys, out_UW) for _ in range(1000)], daemon=True)
+        often.start()
+        for _ in range(6000):  # A call here seldom comes just where it matters.
+            if not often.is_alive():
+                break
+            table.get(*absent, out_1W)
+            time.sleep(0.0003)
+        often.join(30)
+        assert not often.is_alive()
 
 
 def test_a_child_of_a_fork_that_did_not_wait_for_a_read_says_so(tmp_path, monkeypatch):
