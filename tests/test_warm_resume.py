@@ -361,7 +361,7 @@ def test_any_number_of_ranks_loads_the_lists_of_any_other(saved, loaded, tmp_pat
 
 def test_a_resharded_snapshot_has_the_lists(tmp_path, monkeypatch):
     kept = run(3, save_lists, tmp_path / "job", patch=monkeypatch)
-    reshard(str(tmp_path / "job"), "s", str(tmp_path / "one"), ranks=1)
+    reshard(str(tmp_path / "job"), "s", 1, str(tmp_path / "one"))
     rows = CachedRows.of_array(arrays_of(tmp_path / "one", "s")[DEVICE], "s")
     assert sorted(zip(rows.table_N.tolist(), rows.id_N.tolist(), rows.score_N.tolist(), strict=True)) == sorted(
         sum(kept, [])
