@@ -47,8 +47,8 @@ _GROWTH, _GROWTH_MORE = 1.2, 0.2
 _ROOM_MORE = 0.12
 # The spill has room for AHEAD keys, with which a put is fast, and this part of the new keys of a shard with lines.
 _SPILL_PART = 256
-# Least bits of a cell for the table. With more bits places beyond four times the rows would not fit.
-_TABLE_BITS, _TABLE_BITS_MAX = 8, 10
+# Bits of a cell for the table; all bits set mark a key in the spill. With more bits places would not fit.
+_TABLE_BITS = 8
 # Cells of keys that one shard may leave over when it grows, before the growth is done again with room for more.
 _LEFT = 64
 # Least bytes of a piece of memory, and of one in huge pages.
@@ -94,7 +94,7 @@ class BlockMemory:
 
 class CompactIndex:
     """Map from (table, id) to a place, an int64 from 0 to 2^40 - 2. Tables are from 0 to 2^23 - 1; keys of tables from
-    2^10 on take as much memory as in a `HashIndex`.
+    255 on take as much memory as in a `HashIndex`.
 
     Args:
         expected: number of keys for which the index makes room at construction.
@@ -114,7 +114,6 @@ class CompactIndex:
         self._shard_P4 = np.zeros((SHARDS, 4), np.int64)
         self._shard_P4[:, 0] = self._no_lines.ctypes.data
         self._size_P, self._limit_P = np.zeros(SHARDS, np.int64), np.zeros(SHARDS, np.int64)
-        self._table_bits = _TABLE_BITS
         self.reserve(expected)
 
     def __len__(self) -> int:
@@ -278,7 +277,7 @@ class CompactIndex:
         new_G4[:, 1] = [len(block_B) * LINES for block_B in block_GB]
         assert new_G4[:, 1].max() <= LINES_MAX
         new_G4[:, 2] = [56 + 1 - int(lines).bit_length() for lines in new_G4[:, 1]]
-        new_G4[:, 3] = self._table_bits
+        new_G4[:, 3] = _TABLE_BITS
         spilled_G = self._spill.sizes_P[shard_G]
         taken_G1 = np.concatenate([[0], np.cumsum(spilled_G)])
         taken_N2 = np.empty((int(taken_G1[-1]), 2), np.int64)
