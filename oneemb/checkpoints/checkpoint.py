@@ -351,9 +351,8 @@ def _named_by(path: str) -> list[Snapshots]:
     try:
         with open(path, "rb"):
             pass  # If the path cannot be opened, this error says more than torch's.
-        state = cast(
-            CheckpointFile, load_state(path, path, mmap=True)
-        )  # Only names are needed; mmap leaves tensors unread.
+        # Only names are needed; mmap leaves tensors unread.
+        state = cast(CheckpointFile, load_state(path, path, mmap=True))
     except OSError as error:
         raise type(error)(error.errno, f"{error.strerror}; give the path of a file, to be written", path) from error
     except ValueError as error:

@@ -101,7 +101,7 @@ class RankSnapshots:
         finally:
             self._part_of = former
 
-    # ---- snapshots of elsewhere -------------------------------------------------------------------------------------
+    # ---- snapshots in other folders ---------------------------------------------------------------------------------
 
     @property
     def folder(self) -> str:
@@ -110,7 +110,7 @@ class RankSnapshots:
 
     @contextmanager
     def reading(self, found: FoundParts) -> Iterator[None]:
-        """Block in which loads read snapshots of other folders than the embedding's. All ranks must enter it."""
+        """Block in which loads read the snapshots `found`, which lie in other folders. All ranks must enter it."""
         self._read_from = found
         try:
             yield
@@ -122,7 +122,7 @@ class RankSnapshots:
         """Whether loads read snapshots of other folders than the embedding's."""
         return self._read_from is not None
 
-    def keep_brought(self) -> None:
+    def keep_linked(self) -> None:
         """Remove the marks of parts that have been linked into the folders of all ranks."""
         if self._size > 1:
             found = find_parts([self._own], self._fs)

@@ -23,7 +23,6 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple, cast
 from urllib.parse import quote
 
-from oneemb.checkpoints.brought_snapshots import brought
 from oneemb.checkpoints.checkpoint_snapshots import (
     CheckpointFile,
     Embeddings,
@@ -36,6 +35,7 @@ from oneemb.checkpoints.checkpoint_snapshots import (
 )
 from oneemb.checkpoints.graph_state import State, check_between_updates, load_state, others_of, state_of
 from oneemb.checkpoints.named_snapshot import SnapshotName
+from oneemb.checkpoints.pulled_snapshots import pulled
 from oneemb.checkpoints.state_bytes import to_bytes
 from oneemb.checkpoints.state_names import named_embeddings
 from oneemb.graph.build_error import warn_user
@@ -89,18 +89,18 @@ class StoredCheckpoint:
         return [state["embeddings"], *state.get("earlier", ())]
 
     def write(self, data: bytes) -> None:
-        """Put a checkpoint in place of the one before."""
+        """Write a checkpoint in place of the former one."""
         self._store.write(self._name, data)
 
     def put_intent(self, made: Snapshots) -> None:
-        """Write down which snapshots a save makes."""
+        """Write the names of the snapshots that a save makes."""
         self._store.put_text(f"{self._name}.saving", {"snapshots": made})
 
     def intent(self) -> Snapshots | None:
-        """Snapshots that a save was to make, which has not ended; None = each has ended."""
+        """Snapshots of a save that has not ended; None = every save has ended."""
         try:
             text = self._store.get_text(f"{self._name}.saving")
-        except CorruptTableError:  # The object is only there to find what a killed save has left.
+        except CorruptTableError:  # Only the remains of a killed save are not found then.
             return {}
         if text is None:
             return None
@@ -108,7 +108,7 @@ class StoredCheckpoint:
         return cast(Snapshots, made) if isinstance(made, dict) else {}
 
     def remove_intent(self) -> None:
-        """Note that the save has ended."""
+        """Remove the intent: the save has ended."""
         self._store.remove(f"{self._name}.saving")
 
     def has(self, name: str, snapshot: SnapshotName) -> bool:
@@ -122,14 +122,14 @@ class StoredCheckpoint:
         return snapshot["oneemb_identity"] in (None, identity)
 
     def forget(self, snapshots: Snapshots, kept: list[Snapshots] | None = None) -> None:
-        """End snapshots in the store; `kept` as for `forget_stored`, for each embedding."""
+        """Delete snapshots from the store; `kept` as for `forget_stored`, for each embedding."""
         for name, snapshot in snapshots.items():
             if self.has(name, snapshot):
                 names = None if kept is None else {str(one[name]["oneemb_snapshot"]) for one in kept if name in one}
                 forget_stored(self.rows_of(name), str(snapshot["oneemb_snapshot"]), names)
 
     def clean(self, embeddings: Iterable[str], *, thorough: bool = False) -> None:
-        """Remove objects that no snapshot needs. Where a push of a user runs, a later save does it."""
+        """Remove objects that no snapshot needs. While a push of a user runs, they stay until a later save."""
         for name in embeddings:
             with suppress(LockedError):
                 if thorough:
@@ -147,9 +147,9 @@ class _Plan(NamedTuple):
     named: list[Snapshots]
     """Snapshots of the checkpoint and of earlier saves, newest first."""
     earlier: list[Snapshots]
-    """The same, of which the store has one at least."""
+    """The members of `named` of which the store still has at least one snapshot."""
     left: Snapshots | None
-    """Snapshots that a save has left that was stopped; None = none was."""
+    """Snapshots of a save that was stopped; None = no save was."""
     snapshot: str
     """Name of the snapshot that this save makes of each embedding."""
     sequences: dict[str, int]
@@ -161,40 +161,40 @@ def save_stored(
     graph: CompiledGraph, train: TrainState, url: str, keep: int | None, keep_deltas: bool, ranks: AnyRanks, what: str
 ) -> int:
     """Save a checkpoint to an object store. Returns the number of earlier saves whose snapshots are kept."""
-    embeddings, places = named_embeddings(graph), list[StoredCheckpoint]()
+    embeddings, opened = named_embeddings(graph), list[StoredCheckpoint]()
 
     def begin() -> tuple[_Plan | None, dict[str, int]]:
         check_keep(keep)
         check_between_updates(graph, train)
-        places.append(StoredCheckpoint(url))
+        opened.append(StoredCheckpoint(url))
         changes = {name: embedding.store.changes for name, embedding in embeddings.items()}
-        return _plan(places[0], name_of_save(train), embeddings) if ranks.first else None, changes
+        return _plan(opened[0], name_of_save(train), embeddings) if ranks.first else None, changes
 
     of_all = ranks.all_gather(what, begin)
-    plan, place = cast(_Plan, of_all[0][0]), places[0]
+    plan, stored = cast(_Plan, of_all[0][0]), opened[0]
     changed = {name: any(changes.get(name) for _, changes in of_all) for name in embeddings}
     made = new_snapshots(embeddings, changed, plan.snapshot)
     if plan.left is not None:
-        _take_back(place, plan.left, embeddings, ranks, what)
-    ranks.by_first(f"{what}: what it makes", lambda: place.put_intent(made))
-    with _taken_back_on_error(place, made, embeddings, ranks, what):
+        _remove_save(stored, plan.left, embeddings, ranks, what)
+    ranks.by_first(f"{what}: the intent", lambda: stored.put_intent(made))
+    with _removed_on_error(stored, made, embeddings, ranks, what):
         save_snapshots(embeddings, made, plan.sequences)
         for name, embedding in embeddings.items():
             if (snapshot := made[name]["oneemb_snapshot"]) is not None:
-                push = _pushes(place.rows_of(name), embedding.rank_snapshots.folder, snapshot, ranks.rank)
+                push = _pushes(stored.rows_of(name), embedding.rank_snapshots.folder, snapshot, ranks.rank)
                 ranks.agree(f"{what}: the upload of {name!r}", push)
         others = others_of(graph, ranks, what)
 
     def write() -> None:
         for name, snapshot in made.items():
-            if snapshot["oneemb_snapshot"] is not None and not place.has(name, snapshot):
+            if snapshot["oneemb_snapshot"] is not None and not stored.has(name, snapshot):
                 raise StorageError(
-                    f"{place.rows_of(name).url} must have all parts of snapshot {snapshot['oneemb_snapshot']!r}, it"
+                    f"{stored.rows_of(name).url} must have all parts of snapshot {snapshot['oneemb_snapshot']!r}, it"
                     " lacks one that was there just now; give each job a URL of its own, and save again"
                 )
         file: CheckpointFile = {**state_of(graph, train, made, others), "path": url, "earlier": plan.earlier}
-        place.write(to_bytes(file))
-        place.remove_intent()
+        stored.write(to_bytes(file))
+        stored.remove_intent()
 
     ranks.by_first(f"{what}: the checkpoint", write)
     for snapshots in plan.named:  # The store has them. The newest one stays here, for a quick start and for deltas.
@@ -204,9 +204,9 @@ def save_stored(
     def remove() -> None:
         try:
             for snapshots in superfluous:
-                place.forget(snapshots, None if keep_deltas else [*kept, made])
+                stored.forget(snapshots, None if keep_deltas else [*kept, made])
             if superfluous:
-                place.clean(embeddings)
+                stored.clean(embeddings)
         except (StorageError, OSError) as error:
             warn_user(f"{url} is saved, but older snapshots could not be removed; the next save tries again: {error}")
 
@@ -214,13 +214,13 @@ def save_stored(
     return len(kept)
 
 
-def _plan(place: StoredCheckpoint, snapshot: str, embeddings: Iterable[str]) -> _Plan:
-    named, left = place.named(), place.intent()
+def _plan(stored: StoredCheckpoint, snapshot: str, embeddings: Iterable[str]) -> _Plan:
+    named, left = stored.named(), stored.intent()
     if left is not None:
         names = {(name, one["oneemb_snapshot"]) for snapshots in named for name, one in snapshots.items()}
         left = {name: one for name, one in left.items() if (name, one["oneemb_snapshot"]) not in names}
-    earlier = [snapshots for snapshots in named if any(place.has(name, one) for name, one in snapshots.items())]
-    newest = {name: newest_in(place.rows_of(name)) for name in embeddings}
+    earlier = [snapshots for snapshots in named if any(stored.has(name, one) for name, one in snapshots.items())]
+    newest = {name: newest_in(stored.rows_of(name)) for name in embeddings}
     return _Plan(named, earlier, left, snapshot, {name: one[2] + 1 for name, one in newest.items() if one is not None})
 
 
@@ -236,8 +236,8 @@ def _pushes(store: ObjectStore, folder: str, snapshot: str, rank: int) -> Callab
 
 
 @contextmanager
-def _taken_back_on_error(
-    place: StoredCheckpoint, made: Snapshots, embeddings: Embeddings, ranks: AnyRanks, what: str
+def _removed_on_error(
+    stored: StoredCheckpoint, made: Snapshots, embeddings: Embeddings, ranks: AnyRanks, what: str
 ) -> Iterator[None]:
     """Block at whose error the snapshots `made` are removed. If that fails too, the next save does it."""
     try:
@@ -245,23 +245,23 @@ def _taken_back_on_error(
     except BaseException as error:
         try:
             with signals_deferred:
-                _take_back(place, made, embeddings, ranks, what)
+                _remove_save(stored, made, embeddings, ranks, what)
         except (OSError, StorageError, RuntimeError) as failed:  # RuntimeError: another rank is gone.
             error.add_note(f"the remains of the save could not be removed, the next save tries again: {failed}")
         raise
 
 
-def _take_back(place: StoredCheckpoint, made: Snapshots, embeddings: Embeddings, ranks: AnyRanks, what: str) -> None:
+def _remove_save(stored: StoredCheckpoint, made: Snapshots, embeddings: Embeddings, ranks: AnyRanks, what: str) -> None:
     """Remove the remains of a save that has not written its checkpoint, here and in the store."""
     made = {name: snapshot for name, snapshot in made.items() if name in embeddings}
     delete_snapshots(embeddings, made)
 
     def remove() -> None:
-        place.forget(made)
-        place.clean(embeddings, thorough=True)
-        place.remove_intent()
+        stored.forget(made)
+        stored.clean(embeddings, thorough=True)
+        stored.remove_intent()
 
-    ranks.by_first(f"{what}: what is taken back", remove)
+    ranks.by_first(f"{what}: the remains of a save", remove)
 
 
 # ---- load -----------------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def _take_back(place: StoredCheckpoint, made: Snapshots, embeddings: Embeddings,
 @contextmanager
 def with_stored_rows(embeddings: Embeddings, state: State, path: str, ranks: AnyRanks, what: str) -> Iterator[None]:
     """Block in which the snapshots that a checkpoint names can be loaded, if it was saved to an object store. Snapshots
-    that are not on this machine are brought.
+    that are not on this machine are pulled.
 
     Args:
         path: path or URL from which the checkpoint was read.
@@ -288,17 +288,17 @@ def with_stored_rows(embeddings: Embeddings, state: State, path: str, ranks: Any
                 return StoredCheckpoint(str(url)).rows_of(name)
         return StoredCheckpoint(str(urls[-1])).rows_of(name)
 
-    with brought(embeddings, snapshots, store_of, ranks, what):
+    with pulled(embeddings, snapshots, store_of, ranks, what):
         yield
 
 
 def delete_stored_after(embeddings: Embeddings, state: State, url: str) -> None:
     """Delete snapshots and deltas that were saved after those of a checkpoint from the store."""
-    place = StoredCheckpoint(url)
+    stored = StoredCheckpoint(url)
     for name, snapshot in state["embeddings"].items():
         if name not in embeddings:
             continue
-        store = place.rows_of(name)
+        store = stored.rows_of(name)
         order = {one: current_of(store, one)[2] for one in names_in(store)}
         last = order.get(str(snapshot["oneemb_snapshot"]), -1)
         for one in sorted(order, key=lambda one: -order[one]):

@@ -41,8 +41,8 @@ _TABLES_TEXT = 100  # most letters of a file's name that list tables
 
 
 class Source(NamedTuple):
-    """Folders with snapshots, the folder for served files, the dtype and tables of these files, and, if the snapshots
-    come from an object store, what brings them to the folders."""
+    """Folders with snapshots, the folder for served files, the dtype and tables of these files, and the
+    local copy of an object store, if the snapshots come from one."""
 
     paths: list[str]
     folder: str
@@ -55,10 +55,10 @@ class Source(NamedTuple):
         """The place of the snapshots, in words."""
         return ", ".join(self.paths) if self.stored is None else self.stored.url
 
-    def bring(self, name: str | None, stop: Callable[[], bool] = lambda: False) -> None:
-        """Bring the snapshot of this name, or the newest one, if it comes from an object store."""
+    def pull(self, name: str | None, stop: Callable[[], bool] = lambda: False) -> None:
+        """Pull the snapshot of this name, or the newest one, into the local copy, if there is one."""
         if self.stored is not None:
-            self.stored.bring(name, stop)
+            self.stored.pull(name, stop)
 
 
 def check_formats(dtype: object, absent: str) -> str:
@@ -209,7 +209,7 @@ def open_snapshot(
     """
     failed, error = "", None
     while True:
-        source.bring(name, stop)
+        source.pull(name, stop)
         if stop():
             return None
         found = find_snapshot(source.paths, name)

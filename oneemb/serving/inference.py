@@ -269,7 +269,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
         source, choice = self._need_source(), object()
         if not isinstance(snapshot, str):
             raise TypeError(f"snapshot must be the name of a snapshot, got {type(snapshot).__name__} {snapshot!r}")
-        source.bring(snapshot)
+        source.pull(snapshot)
         find_snapshot(source.paths, snapshot)  # An unknown name raises before the follower stops.
         with self._own_lock():
             self._stopped()
@@ -320,7 +320,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
             if name is None:
                 raise StorageError("the state dict was saved before the embedding had a row; train it, and save again")
             if identity != self.version.identity:
-                self._need_source().bring(name)
+                self._need_source().pull(name)
                 look_at(self._need_source().paths).get(name, identity, "the state dict")
                 self.rollback(name)
         super()._load_from_state_dict({one: state_dict[one] for one in state_dict if one != key}, prefix, *args)

@@ -1,7 +1,7 @@
 """A local copy of one snapshot of an object store, for servers on a machine, which share it.
 
 Invariants:
-- a snapshot is in the copy completely or not at all; readers of the copy go on while a newer snapshot is brought;
+- a snapshot is in the copy completely or not at all; readers of the copy go on while a newer snapshot is pulled;
 - whether there is a newer snapshot follows from one object, `newest.json`; nothing is listed;
 - only chunks that the copy lacks are downloaded.
 """
@@ -28,8 +28,8 @@ class StoredCopy:
     def __init__(self, store: ObjectStore, folder: str):
         self.url, self.folder, self._store = store.url, folder, store
 
-    def bring(self, name: str | None, stop: Callable[[], bool]) -> None:
-        """Let the copy have the snapshot of this name, or the newest one, with its ancestors, and no other.
+    def pull(self, name: str | None, stop: Callable[[], bool]) -> None:
+        """Pull the snapshot of this name, or the newest one, with its ancestors, and remove all others from the copy.
 
         Args:
             stop: called from time to time; once it returns True, the call ends.
@@ -55,7 +55,7 @@ class StoredCopy:
             try:
                 pull_from(self._store, self.folder, [name], verify=False)  # Readers compare what they read.
             except LockedError:
-                time.sleep(_LOOK_S)  # Another process of this machine brings a snapshot, or removes one.
+                time.sleep(_LOOK_S)  # Another process of this machine pulls or removes a snapshot.
                 continue
             except OtherTableError as error:
                 if is_new:

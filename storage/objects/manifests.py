@@ -1,9 +1,4 @@
-"""Descriptions of snapshots in an object store: JSON texts beside the pieces.
-
-    snapshots/<name>/current.json                identity and number of parts of the complete snapshot of this name
-    snapshots/<name>/<identity>/<shard>.json     one part: its files, each as a list of pieces
-    objects/<2 digits>/<SHA-256>                 a piece, named by its bytes
-    newest.json                                  name of the complete snapshot with the greatest sequence
+"""Descriptions of snapshots in an object store: JSON texts beside the pieces. README.md lists their keys.
 
 A push of a part writes the pieces first and the text of the part last. The push that then finds the texts of all parts
 writes `current.json`. So a snapshot is in the store if, and only if, `current.json` names it. `newest.json` is for

@@ -18,8 +18,6 @@ from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.new_files import begin, remove_unfinished
 
-__all__ = ["ObjectStore", "Piece"]
-
 Piece = tuple[str, int]
 """(SHA-256 of the bytes in hexadecimal digits, number of bytes) of an object that is named by its bytes."""
 
@@ -153,7 +151,7 @@ class ObjectStore:
             raise CorruptTableError(
                 f"{self.url}/{key} is missing, though a snapshot needs it; push the snapshot again"
             ) from error
-        if not is_of(data, piece):
+        if not are_bytes_of(data, piece):
             raise CorruptTableError(
                 f"{self.url}/{key} is damaged: its checksum does not match; delete the object and push the snapshot"
                 " again"
@@ -265,8 +263,8 @@ def store_beside(
     return store, folder
 
 
-def is_of(data: bytes, piece: Piece) -> bool:
-    """Whether these are the bytes of a piece."""
+def are_bytes_of(data: bytes, piece: Piece) -> bool:
+    """Whether `data` has the size and checksum of a piece."""
     return len(data) == piece[1] and hashlib.sha256(data).hexdigest() == piece[0]
 
 

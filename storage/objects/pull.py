@@ -19,7 +19,7 @@ from oneemb.storage.errors import CorruptTableError, LockedError, OtherTableErro
 from oneemb.storage.fs import LocalFileSystem, doing
 from oneemb.storage.new_files import new_file
 from oneemb.storage.objects.manifests import StoredFile, StoredPart, current_of, get_part, names_in
-from oneemb.storage.objects.object_store import ObjectStore, is_of, store_beside
+from oneemb.storage.objects.object_store import ObjectStore, are_bytes_of, store_beside
 from oneemb.storage.objects.transfers import Progress, Progressing, in_order
 from oneemb.storage.snapshots.backup import backup_folder, has_links
 from oneemb.storage.table.chunk_scan import read_keys
@@ -80,8 +80,8 @@ def pull_from(
     checksum at the end."""
     parts = parts_in(store, names)
     new, result = f"{folder}.pull", PullResult()
-    with Bringing(store, new, progress) as work:
-        work.bring(parts, {part.folder: f"{folder}/{part.folder}" for part in parts})
+    with Pull(store, new, progress) as work:
+        work.run(parts, {part.folder: f"{folder}/{part.folder}" for part in parts})
         if parts:
             copied = backup_folder(new, folder, link=has_links(new), verify=verify)
             if copied.incomplete:
@@ -115,16 +115,16 @@ def parts_in(store: ObjectStore, names: Collection[str]) -> list[StoredPart]:
     return sorted((part for some in parts.values() for part in some), key=lambda part: part.sequence)
 
 
-class Bringing:
-    """Writes files of a store to the folder `new`, which may have files that a killed pull from the same URL has left.
-    In a `with` block, the folder is locked. LockedError if another pull writes there."""
+class Pull:
+    """A pull of files of a store to the folder `new`, which may have files that a killed pull from the same URL has
+    left. In a `with` block, the folder is locked. LockedError if another pull writes there."""
 
     def __init__(self, store: ObjectStore, new: str, progress: Progress | None = None):
         self._fs, self._store, self._new, self._moved = LocalFileSystem(), store, new, Progressing(progress)
-        self._brought: set[str] = set()  # files of chunks that this pull has written or found
+        self._chunk_files: set[str] = set()  # paths that this pull has written or found
         self.bytes_downloaded = 0
 
-    def __enter__(self) -> "Bringing":
+    def __enter__(self) -> "Pull":
         new = self._new
         while True:
             with doing("make the folder", new):
@@ -150,7 +150,7 @@ class Bringing:
     def __exit__(self, *error: object) -> None:
         self._fs.unlock(self._lock)
 
-    def bring(
+    def run(
         self, parts: Sequence[StoredPart], there: Mapping[str, str],
         needs_chunks: Callable[[StoredPart], bool] = lambda part: True,
     ) -> None:  # fmt: skip
@@ -159,11 +159,11 @@ class Bringing:
         Args:
             parts: the parts, ancestors first.
             there: {folder of a part: folder of a table that may have some of its chunks, which are linked}.
-            needs_chunks: whether the chunks of a part are needed, beside its list of rows.
+            needs_chunks: whether a part's files of chunks are needed too, or only its list of rows.
         """
         self._moved.total = sum(file.size for part in parts for file in part.files)
-        for part in reversed(parts):  # The newest has the longest files of chunks.
-            self._bring(part, f"{self._new}/{part.folder}", there.get(part.folder), needs_chunks(part))
+        for part in reversed(parts):  # The newest part has the longest files of chunks.
+            self._pull(part, f"{self._new}/{part.folder}", there.get(part.folder), needs_chunks(part))
 
     def _keep_chunks(self, new: str) -> None:
         """Remove from the folder `new` all but the chunks that a killed pull from the same URL has left."""
@@ -184,7 +184,7 @@ class Bringing:
         with open(source, "w", encoding="utf-8") as file:
             file.write(self._store.url)
 
-    def _bring(self, part: StoredPart, folder: str, there: str | None, needs_chunks: bool) -> None:
+    def _pull(self, part: StoredPart, folder: str, there: str | None, needs_chunks: bool) -> None:
         for name in ("chunks", "snapshots"):
             self._fs.make_directories(f"{folder}/{name}")
         *chunks, snapshot = part.files
@@ -196,12 +196,10 @@ class Bringing:
         geometry, known = record.geometry, {chunk.number: chunk for chunk in record.parts}
         for file in sorted(chunks, key=lambda file: not file.path.endswith(".keys")) if needs_chunks else ():
             chunk = known[file.chunk[0]]
-            self._bring_chunk(file, geometry, chunk, f"{folder}/{file.path}", there and f"{there}/{file.path}")
+            self._pull_chunk(file, geometry, chunk, f"{folder}/{file.path}", there and f"{there}/{file.path}")
         self._fs.rename(beside, f"{folder}/{snapshot.path}")
 
-    def _bring_chunk(
-        self, file: StoredFile, geometry: Geometry, chunk: ChunkPart, path: str, there: str | None
-    ) -> None:
+    def _pull_chunk(self, file: StoredFile, geometry: Geometry, chunk: ChunkPart, path: str, there: str | None) -> None:
         """Write a file of a chunk, unless the folder beside the target, or the target, has it. Keys come first."""
         for candidate in (path, there):
             if candidate is None:
@@ -210,40 +208,40 @@ class Bringing:
                 if self._fs.size(candidate) < file.size:
                     continue
                 keys = os.path.splitext(candidate)[0] + ".keys"
-                read_keys(self._fs, keys, geometry, chunk)  # raises if these are keys of another chunk
+                read_keys(self._fs, keys, geometry, chunk)  # raises if the file has the keys of another chunk
                 if candidate == there:
                     with suppress(FileNotFoundError):
                         os.remove(path)
                     os.link(there, path)
             except (OSError, StorageError) as error:
-                if candidate in self._brought and isinstance(error, StorageError):
+                if candidate in self._chunk_files and isinstance(error, StorageError):
                     raise OtherTableError(
                         f"the snapshots in {self._store.url} must be of one table, two of those asked for have a chunk"
                         f" {chunk.number} with different rows, as those of two jobs have; pull the snapshots of each by"
                         " their names, into a folder of its own"
                     ) from error
                 continue  # The folder has another chunk of this number, or the file system has no links.
-            self._brought.add(path)
+            self._chunk_files.add(path)
             self._moved.add(file.size)
             return
         self._write(file, path, [one for one in (path, there) if one is not None])
-        self._brought.add(path)
+        self._chunk_files.add(path)
 
     def _write(self, file: StoredFile, path: str, shorter: Sequence[str] = ()) -> None:
         """Write a file. `shorter`: files that may begin as this one does, so that less is downloaded."""
         begins = [0, *itertools.accumulate(size for _, size in file.pieces)]
 
-        def bring(n: int) -> tuple[bytes, bool]:
+        def piece_at(n: int) -> tuple[bytes, bool]:
             piece = file.pieces[n]
             for candidate in shorter:
                 with suppress(StorageError, OSError):
                     data = b"".join(bytes(one) for one in copied(self._fs, candidate, piece[1], begins[n]))
-                    if is_of(data, piece):
+                    if are_bytes_of(data, piece):
                         return data, False
             return self._store.get(piece), True
 
         with doing("write", path), new_file(self._fs, path) as new:
-            for data, is_downloaded in in_order(bring, range(len(file.pieces))):
+            for data, is_downloaded in in_order(piece_at, range(len(file.pieces))):
                 new.write(data)
                 self.bytes_downloaded += len(data) if is_downloaded else 0
                 self._moved.add(len(data))
