@@ -30,7 +30,7 @@ each line is right, except that it may say without need that keys are in the spi
 import numpy as np
 
 from oneemb.kernels.arrays import Array
-from oneemb.kernels.hash_index import close_hole, hash_key, home_cell, probe
+from oneemb.kernels.hash_index import PLACE_BITS, close_hole, hash_key, home_cell, probe
 from oneemb.kernels.jit import Number, cpu, rule
 from oneemb.kernels.jit_code import equal_of_line, half_at, natural, prefetch_word, set_half, set_word, word_at
 
@@ -44,10 +44,10 @@ LINES = 64
 BLOCK_BYTES = 4096
 LINES_MAX = (1 << 32) - LINES
 
-TABLE_SHIFT = np.int64(40)
+TABLE_SHIFT = np.int64(PLACE_BITS)
 """Bits of a place in a cell of the spill; the table lies above them."""
 
-PLACE_MASK = np.int64((1 << 40) - 1)
+PLACE_MASK = np.int64((1 << PLACE_BITS) - 1)
 
 # The head is the high half of a line's last word, so that these numbers are added to the word.
 _HEAD = np.int64(7)
@@ -71,7 +71,7 @@ def mask_of(bits: Number) -> Number:
 
 @rule
 def _fits(table: Number, tables: Number) -> Number:
-    """Whether a table fits into `tables` bits. None fits into no bits: a shard without lines has no cells."""
+    """Whether a table fits into `tables` bits. No table fits into 0 bits: a shard without lines has no cells."""
     return ((table + np.int64(1)) >> tables) == 0
 
 
@@ -84,7 +84,7 @@ def _line_of(hash: Number, lines: Number) -> Number:
 
 @rule
 def turn_of(hash: Number) -> Number:
-    """From 1 to 63: what separates the two lines of a key."""
+    """Number from 1 to 63 that differs between the numbers of a key's two lines: other = line ^ turn."""
     return (((np.int64(hash) & np.int64(0xFFFF)) * np.int64(63)) >> np.int64(16)) + np.int64(1)
 
 

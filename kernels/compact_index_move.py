@@ -29,17 +29,18 @@ from oneemb.kernels.jit_code import set_word, word_at
 
 
 @rule
-def _id_of(table: Number, hash: Number) -> Number:
-    """The id of a key, by its table and hash: the inverse of `hash_key` with salt 0."""
-    x = np.uint64(hash)
+def _unmixed(x: Number) -> Number:
+    """Inverse of the last mixing of `hash_key`."""
     x = (x ^ (x >> np.uint64(31)) ^ (x >> np.uint64(62))) * np.uint64(0x319642B2D24D8EC3)
     x = (x ^ (x >> np.uint64(27)) ^ (x >> np.uint64(54))) * np.uint64(0x96DE1B173F119089)
-    x = x ^ (x >> np.uint64(30)) ^ (x >> np.uint64(60))
-    # Id 0 gives what the table mixes into ids, mixed once more.
-    y = np.uint64(hash_key(table, np.int64(0), np.int64(0)))
-    y = (y ^ (y >> np.uint64(31)) ^ (y >> np.uint64(62))) * np.uint64(0x319642B2D24D8EC3)
-    y = (y ^ (y >> np.uint64(27)) ^ (y >> np.uint64(54))) * np.uint64(0x96DE1B173F119089)
-    return np.int64(x ^ y ^ (y >> np.uint64(30)) ^ (y >> np.uint64(60)))
+    return x ^ (x >> np.uint64(30)) ^ (x >> np.uint64(60))
+
+
+@rule
+def _id_of(table: Number, hash: Number) -> Number:
+    """The id of a key, by its table and hash: the inverse of `hash_key` with salt 0."""
+    # `hash_key` mixes id ^ number of the table. The hash of id 0 is this number, mixed.
+    return np.int64(_unmixed(np.uint64(hash)) ^ _unmixed(np.uint64(hash_key(table, np.int64(0), np.int64(0)))))
 
 
 @rule

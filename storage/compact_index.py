@@ -1,8 +1,9 @@
-"""Hash index of 10 bytes a cell, for the many keys of a table on disk: 11 to 14 bytes a key.
+"""Hash index of 10 bytes a cell, for the many keys of a table on disk: 12 to 16 bytes a key, 14 on
+average, from a million keys on.
 
 Cells are described in `kernels/compact_index.py`. Shards are those of `HashIndex`. A shard with few keys has no lines:
-its keys are in the spill, a `HashIndex` with cells of 16 bytes. Keys that find no room in a full shard are there, too:
-less than one key in 1000, or all keys where somebody has chosen ids with equal hashes.
+its keys are in the spill, a `HashIndex` with cells of 16 bytes. Keys that find no room in a full shard are in the
+spill, too: less than one key in 1000, or all keys if the ids were chosen to have equal hashes.
 P shards, G shards that grow, B blocks, U keys.
 
 Growth copies a shard in the order of its lines, which is the order of the new lines as well, so that it costs little.
@@ -33,7 +34,7 @@ from oneemb.kernels.hash_index import PLACE_BITS, PLACE_MAX
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import IndexMemoryError
 from oneemb.storage.fs import aligned_bytes
-from oneemb.storage.hash_index import SHARDS, SHARE_MIN, HashIndex, check_tables
+from oneemb.storage.hash_index import PHASE_P, SHARDS, SHARE_MIN, HashIndex, check_tables, first_present, no_memory
 from oneemb.storage.locking.store_lock import changing
 
 # Shards that grow at once.
@@ -41,7 +42,7 @@ _GROWN = 8
 # Most keys of a shard without lines. A block has room for 353.
 _SMALL = 192
 _BLOCK_KEYS = int(CELLS * LINES * 0.92)
-# Factor by which a full shard grows: this, and up to so much more.
+# Factor by which a full shard grows, and the most that is added to the factor, by the shard's phase.
 _GROWTH, _GROWTH_MORE = 1.2, 0.2
 # The most room, beyond what is asked for, that a shard gets at first.
 _ROOM_MORE = 0.12
@@ -53,9 +54,6 @@ _TABLE_BITS = 8
 _LEFT = 64
 # Least bytes of a piece of memory, and of one in huge pages.
 _PIECE_BYTES, _HUGE_PAGE = 1 << 18, 1 << 21
-
-# float64 [P], from 0 to 1: neighbouring shards have distant numbers.
-_PHASE_P = np.array([int(f"{p:08b}"[::-1], 2) for p in range(SHARDS)]) / SHARDS
 
 
 class BlockMemory:
@@ -156,9 +154,7 @@ class CompactIndex:
         """Faster `put` for absent keys, each given once. Returns (table, id) of a key that was present or given twice;
         None = no such key."""
         old_U, cell_U2 = self._put(table_U, id_U, place_U, np.empty(0, np.int64))
-        for id, word in cell_U2[old_U >= 0][:1].tolist():
-            return word >> PLACE_BITS, id
-        return None
+        return first_present(old_U, cell_U2)
 
     def _put(
         self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, order_U: np.ndarray, grow: bool = True
@@ -236,7 +232,7 @@ class CompactIndex:
         small = _SMALL // 2 if np.any(small_P & (need_P > _SMALL)) else _SMALL
         shard_G = np.flatnonzero(need_P > np.where(small_P, small, self._limit_P))
         if len(shard_G):
-            old_G, phase_G = self._shard_P4[shard_G, 1] // LINES, _PHASE_P[shard_G]
+            old_G, phase_G = self._shard_P4[shard_G, 1] // LINES, PHASE_P[shard_G]
             more_G = np.where(old_G > 0, old_G * (_GROWTH + _GROWTH_MORE * phase_G), 0)
             room_G = need_P[shard_G] * (1 + _ROOM_MORE * phase_G) / _BLOCK_KEYS
             blocks_G = np.ceil(np.maximum(more_G, np.where(old_G > 0, need_P[shard_G] / _BLOCK_KEYS, room_G)))
@@ -247,7 +243,7 @@ class CompactIndex:
         try:
             self._spill.grow(self._spill_need(need_P))
         except IndexMemoryError as error:
-            raise self._no_memory(len(self._spill) * 16) from error
+            raise self._error(len(self._spill) * 16) from error
 
     def _spill_need(self, need_P: np.ndarray) -> np.ndarray:
         """Number of keys for which each shard of the spill needs room."""
@@ -261,16 +257,16 @@ class CompactIndex:
         try:
             block_B = self._memory.take(int(end_G[-1]))
         except MemoryError as error:
-            raise self._no_memory(int(end_G[-1]) * BLOCK_BYTES) from error
+            raise self._error(int(end_G[-1]) * BLOCK_BYTES) from error
         block_GB = [block_B[end - blocks : end] for end, blocks in zip(end_G.tolist(), blocks_G.tolist(), strict=True)]
         try:
             self._move(shard_G, block_GB)
         except MemoryError as error:
             self._memory.give(block_B)
-            raise self._no_memory(len(shard_G) * _LEFT * 16) from error
+            raise self._error(len(shard_G) * _LEFT * 16) from error
 
     def _move(self, shard_G: np.ndarray, block_GB: list[np.ndarray]) -> None:
-        """Copy shards into new blocks, and use these from now on."""
+        """Copy shards into new blocks, which take the place of the old ones."""
         block_GB = [block_B.copy() for block_B in block_GB]
         new_G4 = np.empty((len(shard_G), 4), np.int64)
         new_G4[:, 0] = [block_B.ctypes.data for block_B in block_GB]
@@ -314,14 +310,10 @@ class CompactIndex:
             try:
                 self._spill.shrink(shard_G)
             except MemoryError:
-                pass  # Cells stay that no key needs.
+                pass  # The spill keeps cells that no key needs.
 
-    def _no_memory(self, size: int) -> IndexMemoryError:
-        return IndexMemoryError(
-            f"the index cannot grow: it holds {len(self)} keys in {self.nbytes} bytes and must allocate {size} more for"
-            " new keys; nothing has changed, and every key can still be used and saved; free memory, or save and"
-            " continue on a machine with more memory"
-        )
+    def _error(self, more_bytes: int) -> IndexMemoryError:
+        return no_memory(len(self), self.nbytes, more_bytes)
 
 
 def _keys(cell_N2: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

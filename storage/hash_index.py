@@ -49,9 +49,9 @@ _HUGE_MIN, _HUGE_PAGE = 1 << 22, 1 << 21
 SHARE_MIN = 512
 """Least number of keys for which another thread is used."""
 
-# float64 [P], from 0 to 1: offset of a shard's sizes between two steps of growth, in powers of the factor. Bits are
-# reversed, so that the offsets of neighbouring shards lie far apart.
-_PHASE_P = np.array([int(f"{p:08b}"[::-1], 2) for p in range(SHARDS)]) / SHARDS
+PHASE_P = np.array([int(f"{p:08b}"[::-1], 2) for p in range(SHARDS)]) / SHARDS
+"""Offset of each shard's sizes between two steps of growth, from 0 to 1, float64 [P]. Bits are reversed, so that the
+offsets of neighbouring shards lie far apart."""
 
 
 def check_tables(table_U: np.ndarray) -> None:
@@ -59,6 +59,22 @@ def check_tables(table_U: np.ndarray) -> None:
     such a key for another."""
     if len(table_U) and (table_U.min() < 0 or table_U.max() > TABLE_MAX):
         raise ValueError(f"tables must be from 0 to {TABLE_MAX}, got {table_U.min()} to {table_U.max()}")
+
+
+def no_memory(keys: int, nbytes: int, more_bytes: int) -> IndexMemoryError:
+    """Error of an index of `keys` keys in `nbytes` bytes that cannot allocate `more_bytes`."""
+    return IndexMemoryError(
+        f"the index cannot grow: it holds {keys} keys in {nbytes} bytes and must allocate {more_bytes} more for new"
+        " keys; nothing has changed, and every key can still be used and saved; free memory, or save and continue on a"
+        " machine with more memory"
+    )
+
+
+def first_present(old_U: np.ndarray, cell_U2: np.ndarray) -> tuple[int, int] | None:
+    """(table, id) of the first cell whose key had a place before a put, old_U[i] for cell i; None = no key had one."""
+    for id, word in cell_U2[old_U >= 0][:1].tolist():
+        return word >> PLACE_BITS, id
+    return None
 
 
 class HashIndex:
@@ -120,9 +136,7 @@ class HashIndex:
         """Faster `put` for absent keys, each given once. Returns (table, id) of a key that was present or given twice;
         None = no such key."""
         old_U, cell_U2 = self._put(table_U, id_U, place_U, np.empty(0, np.int64))
-        for id, word in cell_U2[old_U >= 0][:1].tolist():
-            return word >> PLACE_BITS, id
-        return None
+        return first_present(old_U, cell_U2)
 
     def _put(
         self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, order_U: np.ndarray, grow: bool = True
@@ -229,25 +243,21 @@ class HashIndex:
     def shrink(self, shard_G: np.ndarray) -> None:
         """Give these shards no more cells than their keys need, if they have more than four times as many. After a
         MemoryError nothing has changed."""
-        cells_G = _cells_for(self._size_P[shard_G], _PHASE_P[shard_G], self._growth)
+        cells_G = _cells_for(self._size_P[shard_G], PHASE_P[shard_G], self._growth)
         shard_G = shard_G[self._cells_P[shard_G] > 4 * cells_G]
         if len(shard_G):
             self._resize(shard_G, self._size_P[shard_G])
 
     def _resize(self, shard_G: np.ndarray, need_G: np.ndarray) -> None:
         """Move shards into as many cells as need_G[g] keys need."""
-        order = np.argsort(_PHASE_P[shard_G])
+        order = np.argsort(PHASE_P[shard_G])
         shard_G, need_G = shard_G[order], need_G[order]
-        cells_G = _cells_for(need_G, _PHASE_P[shard_G], self._growth)
+        cells_G = _cells_for(need_G, PHASE_P[shard_G], self._growth)
         limit_G = _limit(cells_G)
         try:
             grown, address_G = _new_cells(cells_G)
         except MemoryError as error:
-            raise IndexMemoryError(
-                f"the index cannot grow: it holds {len(self)} keys in {self.nbytes} bytes and must "
-                f"allocate {int(cells_G.sum()) * _CELL_BYTES} more for new keys; nothing has changed, and every key "
-                f"can still be used and saved; free memory, or save and continue on a machine with more memory"
-            ) from error
+            raise no_memory(len(self), self.nbytes, int(cells_G.sum()) * _CELL_BYTES) from error
         self._threads.run(
             cells_move, len(grown), self._address_P, self._cells_P, shard_G, address_G, cells_G, share_min=1
         )

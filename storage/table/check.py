@@ -37,8 +37,8 @@ class SnapshotCheck:
         rows: number of its rows, lost ones included.
         lost: {table: number of its rows that cannot be read}.
         lost_unknown: number of rows that cannot be read, and whose tables cannot be told.
-        unreadable: what cannot be read as a whole: "file", names of arrays, "part 1" of ranks; and what a delta lacks:
-            "parent 'base'", or "rows of parent 'base'".
+        unreadable: content that cannot be read as a whole: "file", names of arrays, "part 1" of ranks; and content that
+            a delta lacks: "parent 'base'", or "rows of parent 'base'".
         whole: whether nothing of it is lost.
     """
 

@@ -83,7 +83,7 @@ class Contents:
 
     def load(self, records: Sequence[SnapshotRecord]) -> None:
         """Replace the rows by those of a chain of snapshots (see `load_live_rows`). The index of the present rows is
-        let go first, so that memory needs to hold one index only; after an error it is built again, from the keys files
+        freed first, so that memory holds one index at a time; after an error it is built again, from the keys files
         and the rows in memory. If that fails too, the table is broken. No compaction may be running, and no keys
         pending."""
         old = self.live

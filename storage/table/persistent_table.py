@@ -323,9 +323,9 @@ class PersistentTable:
         """Replace the table's rows by those of the whole snapshot `name`, then apply `deltas` in order. Returns the
         `meta` of the last snapshot.
 
-        Memory holds one index at a time: that of the table's rows is let go before that of the snapshot is built. After
-        an error it is built again, so the rows are unchanged; this takes as long as a load. If the disk fails in that
-        too, the table is broken.
+        Memory holds one index at a time: the index of the table's rows is freed before that of the snapshot is built.
+        After an error the former index is built again, so the rows are unchanged; this takes as long as a load. If the
+        disk fails meanwhile, the table is broken.
 
         Raises:
             SnapshotNotFoundError: a snapshot is missing.

@@ -1,7 +1,6 @@
-"""Finds keys that are given twice, among more keys than an index of them should take memory for: 8 bytes a key.
+"""Finds keys that occur twice, with 8 bytes of memory a key; an index of all keys would take more.
 
-The hash of a key is kept in place of the key. Keys whose hashes occur once are different; the few others go into an
-index.
+Only hashes of keys are kept. Keys whose hashes occur once are different; the few other keys go into an index.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import hash_keys
 from oneemb.storage.hash_index import HashIndex
 
-# Most keys whose hashes are in memory at once, about: with more keys, all keys are read several times.
+# Largest number of hashes in memory at once, about. More keys are read several times.
 _KEYS_MAX = 1 << 27
 _COMPARED = 1 << 20
 
@@ -21,11 +20,11 @@ Keys = Iterator[tuple[np.ndarray, np.ndarray]]
 
 
 def repeated_keys(batches: Callable[[], Keys], keys: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (number of a batch, positions in it of the keys that an earlier batch, or the batch before them, has).
+    """Yield (number of a batch, positions of its keys that occur before, in the batch or in an earlier one).
 
     Args:
-        batches: returns all keys, the same in each call. It is called once if no key is repeated and there are fewer
-            than `_KEYS_MAX`.
+        batches: returns all keys, the same in each call. It is called once if no key is repeated and there are at
+            most `_KEYS_MAX` keys.
         keys: number of keys.
     """
     passes = 1 << max(0, (keys - 1) // _KEYS_MAX).bit_length()
@@ -42,7 +41,7 @@ def repeated_keys(batches: Callable[[], Keys], keys: int) -> Iterator[tuple[int,
 
 def _repeated_hashes(batches: Keys, keys: int, number: int, passes: int) -> np.ndarray:
     """Hashes that two or more keys have, ascending, of the hashes that belong to a pass: uint64 [H]."""
-    # A pass has a range of hashes; room for a range's mean share and, of more passes, for some more.
+    # A pass has a range of hashes. With several passes there is room for a sixteenth more than the mean share.
     hash_N, size = np.empty(keys if passes == 1 else keys * 17 // (16 * passes) + 1024, np.uint64), 0
     for table_N, id_N in batches:
         hash_M = hash_keys(table_N, id_N)
