@@ -62,6 +62,26 @@ def test_a_graph_goes_on_bit_for_bit_on_another_machine(tmp_path, url, where):
     assert not (tmp_path / f"{folder}.pull").exists()
 
 
+def test_a_load_that_is_interrupted_once_its_rows_are_here_leaves_no_folder_to_the_next(tmp_path, url, monkeypatch):
+    graph = graph_at(tmp_path / "rows")
+    graph(IDS)
+    graph.save(url)
+    graph.embedding.close()
+    again = graph_at(tmp_path / "new")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(again.embedding.rank_snapshots), "load", lambda *args, **more: interrupt())
+        again.load(url)
+    assert (tmp_path / "new.pull").exists()
+    again.load(url)
+    assert not (tmp_path / "new.pull").exists()
+    assert again.steps == 1
+    again.embedding.close()
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
 def assert_goes_on(tmp_path, url, graph, folder):
     """A graph at another folder goes on from the URL as this one does."""
     expected = [graph(IDS + step) for step in range(4)], state_of(graph), graph.steps

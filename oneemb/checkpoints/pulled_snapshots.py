@@ -9,7 +9,6 @@ Invariant: rows of embeddings are as before when the block begins.
 """
 
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
@@ -21,7 +20,7 @@ from oneemb.kernels.owner import owners_share_keys
 from oneemb.storage.errors import OtherSnapshotError, StorageError
 from oneemb.storage.objects.manifests import StoredPart
 from oneemb.storage.objects.object_store import ObjectStore
-from oneemb.storage.objects.pull import Pull, parts_in
+from oneemb.storage.objects.pull import Pull, parts_in, remove_left
 from oneemb.storage.snapshots.backup import link_parts
 from oneemb.storage.snapshots.snapshot_parts import look_at
 
@@ -46,6 +45,7 @@ def pulled(
         for name, snapshot in snapshots.items():
             wanted, rank_snapshots = snapshot["oneemb_snapshot"], embeddings[name].rank_snapshots
             if wanted is None or rank_snapshots.existing([(wanted, snapshot["oneemb_identity"])])[0]:
+                folders.append(f"{rank_snapshots.folder}.pull")  # of a load that has ended once the snapshot was here
                 continue
             work = _SnapshotPull(rank_snapshots, wanted, snapshot["oneemb_identity"], f"{what}: the rows of {name!r}")
             folders.append(work.folder)
@@ -58,7 +58,7 @@ def pulled(
                 stack.enter_context(rank_snapshots.reading(look_at([work.folder])))
         yield
     for folder in folders:  # After an error the folders stay, and the next load continues the pull.
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_left(folder)
 
 
 class _SnapshotPull:

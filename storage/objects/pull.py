@@ -87,7 +87,8 @@ def pull_from(
             if copied.incomplete:
                 raise CorruptTableError(f"{new}: {next(iter(copied.incomplete.values()))}")
             result = PullResult(copied.snapshots, copied.copied, work.bytes_downloaded)
-        shutil.rmtree(new)
+        with doing("remove", new):
+            _remove(new)
     return result
 
 
@@ -113,6 +114,34 @@ def parts_in(store: ObjectStore, names: Collection[str]) -> list[StoredPart]:
         parts[name, identity] = found
         rest += {part.since[0] for part in found if part.since is not None}
     return sorted((part for some in parts.values() for part in some), key=lambda part: part.sequence)
+
+
+def remove_left(new: str) -> None:
+    """Remove the folder `new` if a pull that was killed has left it, and no other pull writes there."""
+    if not os.path.isfile(f"{new}/url"):
+        return
+    fs = LocalFileSystem()
+    with suppress(OSError):
+        lock = fs.lock(new)
+        try:
+            _remove(new)
+        finally:
+            fs.unlock(lock)
+
+
+def _remove(new: str) -> None:
+    """Remove the folder of a pull."""
+    _empty(new)
+    os.remove(f"{new}/url")
+    os.rmdir(new)
+
+
+def _empty(new: str) -> None:
+    """Remove all from the folder of a pull but the file that shows that it is one: the next pull goes on if this call
+    is cut short."""
+    for entry in os.scandir(new):
+        if entry.name != "url":
+            shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.remove(entry.path)
 
 
 class Pull:
@@ -179,8 +208,7 @@ class Pull:
                 f"{new} must be a new folder, or one that a pull has left, it has other files; move it, or pull to"
                 " another path"
             )
-        for entry in os.scandir(new):
-            shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.remove(entry.path)
+        _empty(new)
         with open(source, "w", encoding="utf-8") as file:
             file.write(self._store.url)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import threading
 import uuid
@@ -19,7 +20,7 @@ from oneemb.storage.errors import (
     SnapshotNotFoundError,
     StorageError,
 )
-from oneemb.storage.objects import marks, push as push_module
+from oneemb.storage.objects import marks, pull as pull_module, push as push_module
 from oneemb.storage.objects.deletion import clean_store, delete_stored
 from oneemb.storage.objects.manifests import names_in, newest_in, part_keys_in
 from oneemb.storage.objects.marks import Cleaning
@@ -452,6 +453,41 @@ def test_what_a_killed_pull_of_another_table_has_left_is_not_taken(tmp_path, url
     monkeypatch.undo()
     pull(f"{url}/2", tmp_path / "copy", ["a"])
     assert held_at(tmp_path / "copy")["a"] == held["a"]
+
+
+@pytest.mark.parametrize("before", ["a pull", "a pull of another table"])
+def test_a_pull_that_is_killed_while_it_removes_its_files_is_continued(tmp_path, url, monkeypatch, before):
+    held = saved_table(tmp_path / "live", "a")
+    push(tmp_path / "live", url)
+    if before == "a pull of another table":
+        saved_table(tmp_path / "other", "b", seed=1)
+        push(tmp_path / "other", f"{url}.other")
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(pull_module, "backup_folder", lambda *args, **more: (_ for _ in ()).throw(Killed))
+            pull(f"{url}.other", tmp_path / "copy")
+    removed, calls = [], [(os, "remove"), (os, "unlink"), (os, "rmdir")]
+
+    def killing(call, stop):
+        def remove(path, *args, **more):
+            if (".pull" in str(path) or "dir_fd" in more) and len(removed) == stop:
+                raise Killed
+            removed.append(path)
+            return call(path, *args, **more)
+
+        return remove
+
+    for stop in itertools.count():
+        removed.clear()
+        with monkeypatch.context() as patch:
+            for module, name in calls:
+                patch.setattr(module, name, killing(getattr(os, name), stop))
+            try:
+                pull(url, tmp_path / "copy")
+                break
+            except Killed:
+                pass
+    assert stop > 3
+    assert held_at(tmp_path / "copy") == held and not (tmp_path / "copy.pull").exists()
 
 
 def test_a_folder_of_the_users_own_beside_the_target_is_left_alone(tmp_path, url):
