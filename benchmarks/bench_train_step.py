@@ -15,8 +15,13 @@ Printed are medians of the time between two losses, and of the SSD store
     hidden        the share of it that prefetching takes away
     read          rows read from the SSD a step, and what the thread that prepares takes for a step: where that is
                   longer than the step in memory, the difference cannot be hidden
+    step / limit  the prefetched step over max(compute alone, requests / the disk's rate), all measured in this run:
+                  compute alone is the prefetched step in memory, where every row is resident; requests are the
+                  reads that the table on disk made in a prefetched step; the disk's rate is that of random reads
+                  of this table's blocks, by the same kind of reader at the same depth, with nothing else going on
 
-One JSON line a case goes before the table.
+One JSON line a case goes before the table. Rows read a batch on the traces of a shop, with and without lookahead=16,
+are printed by `bench_cache_policy.py --cases orm web --traces FOLDER`.
 
 A million rows a table take 40 s a store to begin, 15 GiB of memory and 7 GB of disk. With --path they are begun once:
 later runs with the same --path and sizes find them there (14 GB of disk), and --fill does no more than that.
@@ -35,11 +40,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from _machine import keep_freed_memory, machine, table
+from _machine import keep_freed_memory, machine, save_results, table
+from _table_disk import TableDisk, limit_ms
 
 import oneemb
 
 Batch = tuple[torch.Tensor, ...]
+
+PREFETCHED, COMPUTE = "compiled + prefetch, SSD", "compiled + prefetch, memory"
 
 
 class DenseDLRM(torch.nn.Module):
@@ -82,22 +90,27 @@ def main() -> None:
     keep_freed_memory()
     torch.set_num_threads(options.threads)
     torch.sparse.check_sparse_tensor_invariants.disable()  # torch warns of the peer's gradients otherwise.
-    print(json.dumps(machine() | {"threads": options.threads}), flush=True)
+    about = machine() | {"threads": options.threads}
+    print(json.dumps(about), flush=True)
     with tempfile.TemporaryDirectory(prefix="oneemb-bench-") as folder:
-        bench(options, options.path or folder)
+        results = bench(options, options.path or folder)
+    save_results(options.out, about, results)
 
 
-def bench(options: argparse.Namespace, path: str) -> None:
+def bench(options: argparse.Namespace, path: str) -> list[dict[str, Any]]:
     case = kuairand_case(options, path) if options.kuairand else dlrm_case(options, path)
     if options.fill:
-        return
-    for _ in case["ways"]["compiled + prefetch, SSD"](itertools.islice(case["batches"], options.warm)):
+        return []
+    for _ in case["ways"][PREFETCHED](itertools.islice(case["batches"], options.warm)):
         pass  # fills the cache
     case["read_before"] = case["ssd"].embedding.stats().get("device", {"misses": 0})["misses"]
-    report(case, measure(case["ways"], case["batches"], options), options)
+    disk = TableDisk(case["ssd"].embedding.store.rows.bottom_store, f"{path}/ssd")
+    result = report(case, *measure(case["ways"], case["batches"], disk, options), options)
+    disk.close()
     for graph in case["ssd"], case["memory"]:
         graph.embedding.clear()  # The rows may go.
         graph.embedding.close()
+    return [result]
 
 
 def parse() -> argparse.Namespace:
@@ -118,6 +131,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cache-policy", choices=("lfu", "lru"), default="lfu")
     parser.add_argument("--kuairand", action="store_true", help="the demo's model and click log")
     parser.add_argument("--explain", action="store_true", help="print the table of ops of the prefetched graph")
+    parser.add_argument("--out", help="file of the results")
     return parser.parse_args()
 
 
@@ -198,8 +212,8 @@ def ways_of(ssd: Graph, memory: Graph, options: argparse.Namespace) -> dict[str,
         "eager, memory": eager(memory),
         "compiled, SSD": lambda batches: ssd.run(batches, 0),
         "compiled, memory": lambda batches: memory.run(batches, 0),
-        "compiled + prefetch, SSD": lambda batches: ssd.run(batches, options.depth),
-        "compiled + prefetch, memory": lambda batches: memory.run(batches, options.depth),
+        PREFETCHED: lambda batches: ssd.run(batches, options.depth),
+        COMPUTE: lambda batches: memory.run(batches, options.depth),
     }
 
 
@@ -293,27 +307,38 @@ def kuairand_case(options: argparse.Namespace, path: str) -> dict[str, Any]:
     }
 
 
-def measure(ways: dict[str, Callable], batches: Iterator[Batch], options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each step of each way, a stretch of one after a stretch of the other."""
+def measure(
+    ways: dict[str, Callable], batches: Iterator[Batch], disk: TableDisk, options: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of each step of each way, a stretch of one after a stretch of the other. And, by the keys of the results,
+    requests of a prefetched step to the disk and requests a second that the disk can do."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    requests, rates = list[float](), list[float]()
     for turn in range(options.rounds + 1):
         for name, run in ways.items():
             # Every stretch has batches of its own: on those of the way before it would find their rows in the cache.
             # A few steps more than are counted: the first ones find what the last way left in the processor's.
             some = list(itertools.islice(batches, options.steps + 3))
             marks: list[float] = []
+            before = disk.requests
             for _ in run(iter(some)):
                 marks.append(time.perf_counter())
             if turn:
                 seconds[name] += [b - a for a, b in itertools.pairwise(marks)][2:]
-    return seconds
+            if turn and name == PREFETCHED:
+                requests.append((disk.requests - before) / len(some))
+        rates.append(disk.rate())  # The ways before ran in memory, so that the disk has rested.
+    return seconds, {"requests_a_step": statistics.mean(requests), "disk_requests_per_s": statistics.median(rates)}
 
 
-def report(case: dict[str, Any], seconds: dict[str, list[float]], options: argparse.Namespace) -> None:
+def report(
+    case: dict[str, Any], seconds: dict[str, list[float]], reads: dict[str, float], options: argparse.Namespace
+) -> dict[str, Any]:
     median = {name: statistics.median(some) * 1e3 for name, some in seconds.items()}
     reference = median["nn.EmbeddingBag, memory"]
     ssd_ms = median["compiled, SSD"] - median["compiled, memory"]
-    exposed_ms = median["compiled + prefetch, SSD"] - median["compiled + prefetch, memory"]
+    exposed_ms = median[PREFETCHED] - median[COMPUTE]
+    limit = limit_ms(median[COMPUTE], *reads.values())
     ssd = case["ssd"]
     plan = ssd._plans.latest
     assert plan is not None
@@ -329,8 +354,11 @@ def report(case: dict[str, Any], seconds: dict[str, list[float]], options: argpa
         "ops_before_after": [before, after],
         "hit_rate": round(ssd.embedding.stats()["hit_rate"], 4),
         "prepare_ms": round(prepare_ms, 2),
-        "hideable": round(min(1.0, median["compiled + prefetch, memory"] / ssd_ms), 3) if ssd_ms > 0 else None,
+        "hideable": round(min(1.0, median[COMPUTE] / ssd_ms), 3) if ssd_ms > 0 else None,
         "read_a_step": round((ssd.embedding.stats()["device"]["misses"] - case["read_before"]) / steps),
+        **{name: round(one, 1) for name, one in reads.items()},
+        "limit_ms": round(limit, 2),
+        "step_over_limit": round(median[PREFETCHED] / limit, 3),
     }
     print(json.dumps(result), flush=True)
     rows = [[name, f"{one:.1f}", f"{one / reference:.2f}"] for name, one in median.items()]
@@ -341,8 +369,14 @@ def report(case: dict[str, Any], seconds: dict[str, list[float]], options: argpa
         f"SSD time {ssd_ms:.1f} ms a step, {hidden}; preparing takes {prepare_ms:.1f} ms;"
         f" {result['read_a_step']:,} rows read a step; ops recorded {before}, compiled {after}"
     )
+    print(
+        f"step / limit {result['step_over_limit']:.2f}: {median[PREFETCHED]:.1f} ms over {limit:.1f} ms, the longer of"
+        f" compute alone, {median[COMPUTE]:.1f} ms, and {reads['requests_a_step']:,.0f} requests at"
+        f" {reads['disk_requests_per_s']:,.0f} a second"
+    )
     if options.explain:
         print(ssd.explain())
+    return result
 
 
 def ops_in(graph: torch.fx.Graph) -> int:

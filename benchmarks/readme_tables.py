@@ -166,6 +166,15 @@ def _loader(cases: Sequence[Case]) -> list[list[str]]:
     ]  # fmt: skip
 
 
+def _train_step(cases: Sequence[Case]) -> list[list[str]]:
+    return [
+        [case["case"], _ms(case["median_ms"]["compiled + prefetch, SSD"]),
+         _ms(case["median_ms"]["compiled + prefetch, memory"]), f"{case['requests_a_step']:,.0f}",
+         f"{case['disk_requests_per_s']:,.0f}", f"{case['step_over_limit']:.2f}"]
+        for case in cases
+    ]  # fmt: skip
+
+
 def _gpu(cases: Sequence[Case]) -> list[list[str]]:
     peers = "EmbeddingBag sparse, ms", "EmbeddingBag dense, ms"
     return [
@@ -191,6 +200,8 @@ TABLES: dict[str, tuple[list[str], Callable[[Sequence[Case]], list[list[str]]]]]
     "gpu": (["store", "optimizer", "oneemb, ms", "nn.EmbeddingBag, sparse", "dense", "loops", "waits"], _gpu),
     "loader": (["loader", "rows a second of processor time", "of the step's"], _loader),
     "persistent_table": (["case", "block", "oneemb", "of the disk"], _persistent_table),
+    "train_step": (["case", "prefetched step, ms", "compute alone, ms", "requests a step", "the disk's a second",
+                    "step / limit"], _train_step),
 }  # fmt: skip
 """Head of each table, and its rows of the cases in its results."""
 

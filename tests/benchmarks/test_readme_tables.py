@@ -88,6 +88,7 @@ TINY = {
     "loader": ["--rows", "5000", "--turns", "1"],
     "persistent_table": ["--rows", "150000", "--rounds", "2", "--blocks", "4096", "--puts", "9",
                          "--peers"],
+    "train_step": ["--tables", "8", "--rows", "3000", "--batch", "64", "--rounds", "1", "--steps", "3", "--warm", "2"],
     "scale_out": ["--ranks", "1", "--tables", "2", "--rows", "100", "--batch", "16", "--rounds", "1", "--steps", "2"],
 }  # fmt: skip
 """Sizes at which each benchmark runs to its end in seconds."""
