@@ -98,7 +98,7 @@ def with_words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def have_words(args: Sequence[Any]) -> tuple[bool, ...]:
-    """Of each leaf of the arguments, whether it is a tensor with words."""
+    """Whether each leaf of the arguments is a tensor with words."""
     found: list[bool] = []
     for arg in args:
         found += have_words(arg) if isinstance(arg, tuple) else (hasattr(arg, "launch_words"),)
@@ -114,7 +114,7 @@ def packer_of(signature: Signature, have_words: Sequence[bool] = ()) -> Packer:
     Its text is made for the signature: most of a launch's time goes into this function.
 
     Args:
-        have_words: which leaves are tensors with words; the others may be such tensors too. Empty = none has to be.
+        have_words: whether each leaf must be a tensor with words; others may be such tensors too. Empty = none must.
     """
     scope: dict[str, Any] = {"pack_into": layout_of(signature).pack_into}
     text = _PackerText(scope, have_words)

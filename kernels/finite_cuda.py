@@ -72,7 +72,7 @@ def check_norm_loop(norm_1: Array, go_1: Array) -> None:
 
 
 def check_segments_cuda(segments: Segments, sum_max: float, go_1: torch.Tensor, *, gpu: Gpu) -> None:
-    """go_1[0] turns 0 if a sum is not finite; sums whose exact value is below `sum_max` are."""
+    """go_1[0] turns 0 if a sum is not finite; a sum whose exact value is below `sum_max` is finite."""
     large_1 = gpu.filled(1)
     bound = sum_max / max(1, segments.order_N.shape[0])
     if segments.scaled:

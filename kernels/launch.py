@@ -98,7 +98,7 @@ class Gpu:
         return found
 
     def filled(self, size: int, value: int = 0) -> torch.Tensor:
-        """A few int64 numbers on the device, which nobody else has. They are filled for many calls at a time."""
+        """A few int64 numbers on the device, for this caller alone. Memory is filled for many calls at a time."""
         kept = self.scratch
         found: list[torch.Tensor] | None = kept.get((size, value))
         if not found:
@@ -122,8 +122,8 @@ class Gpu:
         return found
 
     def page_locked(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """A few numbers in page-locked memory of the host, which nobody else has. Memory is got for many calls at a
-        time."""
+        """A few numbers in page-locked memory of the host, for this caller alone. Memory is allocated for many calls
+        at a time."""
         kept: dict[tuple[int, torch.dtype], list[torch.Tensor]] = vars(self._buffers).setdefault("page_locked", {})
         found = kept.setdefault((size, dtype), [])
         if not found:

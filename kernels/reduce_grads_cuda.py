@@ -24,7 +24,7 @@ PART = 64
 """Occurrences of a part."""
 
 _COUNT_BITS = 26
-_COUNT_MASK = (1 << 26) - 1
+_COUNT_MASK = (1 << _COUNT_BITS) - 1
 
 V = 1
 SCALED = False  # whether gradients are multiplied on their way into the sum; `at(SCALED=True)` sets it
@@ -38,12 +38,12 @@ class Segments(NamedTuple):
     order_N: torch.Tensor
     """int64 [N]: the rows of grad_NX, key by key"""
     scale_N: torch.Tensor
-    """float32 [N]: the factor of each, in the order of order_N; of length 0 for ones"""
+    """float32 [N]: the factor of each row, in the order of order_N; of length 0 if all factors are 1"""
     begin_U1: torch.Tensor
-    """int64 [U + 1]: where each key's begin in order_N; N in places beyond the keys there are"""
+    """int64 [U + 1]: where the rows of each key begin in order_N; N in places beyond the last key"""
     part_U: torch.Tensor
-    """int64 [U]: where its parts begin in part_PD, times 2 ** 26, plus their number; any number if it has at most one
-    part"""
+    """int64 [U]: 2 ** 26 times the first of a key's parts in part_PD, plus the number of its parts; any number for a
+    key of at most one part"""
     part_PD: torch.Tensor
     """float32 [P, D]: the sums of parts"""
 
@@ -171,7 +171,7 @@ def reduce_loop(
     grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U: Array, part_PD: Array, grad_UD: Array,
     finite_1: Array,
 ) -> None:  # fmt: skip
-    """Write each key's sum, and nothing in places beyond the keys there are; finite_1[0] turns 0 where a value of a sum
+    """Write each key's sum, and nothing in places beyond the last key; finite_1[0] turns 0 where a value of a sum
     is not finite."""
     sum_V = cuda.local.array(V, np.float32)
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
@@ -191,7 +191,7 @@ class Occurrences(NamedTuple):
     """The ids of each key in batch order, and places for sums of parts."""
 
     order_N: torch.Tensor
-    """int64 [N]: those of key u are order_N[begin_U1[u]], ..., order_N[begin_U1[u + 1] - 1]"""
+    """int64 [N]: the ids of key u are order_N[begin_U1[u]], ..., order_N[begin_U1[u + 1] - 1]"""
     begin_U1: torch.Tensor
     """int64 [U + 1]"""
     part_U: torch.Tensor
@@ -250,7 +250,7 @@ def reduce_grads_cuda(
     segments: Segments, finite_1: torch.Tensor | None = None, *, gpu: "Gpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum gradients of equal keys: grad_UD float32 [U, D], and int64 [1], 1 if all sums are finite, on the device.
-    Beyond the keys there are grad_UD holds any numbers.
+    Beyond the last key, grad_UD holds any numbers.
 
     Args:
         finite_1: the number that turns 0 if a sum is not finite; None = a new one.

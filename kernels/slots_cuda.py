@@ -69,7 +69,7 @@ def acquire_loop(
 
 @cuda
 def mark_dirty_loop(slot_U: Array, dirty_S: Array) -> None:
-    """Set the dirty bits of slots; those below 0 are none."""
+    """Set the dirty bits of slots; numbers below 0 are no slots."""
     u = cuda.grid(1)
     while u < slot_U.shape[0]:
         if slot_U[u] >= 0:
@@ -79,7 +79,7 @@ def mark_dirty_loop(slot_U: Array, dirty_S: Array) -> None:
 
 @cuda
 def release_loop(slot_U: Array, pin_S: Array) -> None:
-    """Unpin slots, each once; those below 0 are none, and slots beyond those there are belong to rows that were
+    """Unpin slots, each once; numbers below 0 are no slots, and slots beyond those there are belong to rows that were
     dropped."""
     u = cuda.grid(1)
     while u < slot_U.shape[0]:

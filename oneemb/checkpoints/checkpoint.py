@@ -448,7 +448,7 @@ def _undo(intent: str, embeddings: Embeddings, ranks: AnyRanks, what: str) -> No
             with suppress(FileNotFoundError):
                 LocalFileSystem().remove(path)
 
-    what = f"{what}: what is taken back"
+    what = f"{what}: the remains of a save"
     delete_snapshots(embeddings, ranks.by_first(what, read))
     ranks.by_first(what, remove)
 

@@ -41,7 +41,7 @@ class _Mark:
         self._written = time.monotonic()
 
     def _remove(self) -> None:
-        with suppress(StorageError):  # It does not count once it is old.
+        with suppress(StorageError):  # A mark that stays does not count once it is old.
             self._store.remove(self._key)
 
     def __enter__(self) -> Self:

@@ -268,8 +268,8 @@ class StoreSnapshots(StorePart):
     @no_step("load_snapshot")
     @with_store_lock
     def with_closed_table(self, call: Callable[[], bool]) -> bool:
-        """Result of `call`, which brings snapshots to the table's folder, while the table is closed. False, without a
-        call, if the store has rows: they would be lost."""
+        """Result of `call`, which adds snapshots to the table's folder, while the table is closed. False, without a
+        call, if the store has rows, which would be lost."""
         if not self.rows.built:
             return call()
         if len(self.rows):

@@ -300,8 +300,8 @@ class MemoryTier(ABC):
         return rows if self._order_of is None else rows.of(self._order_of(rows.table_N, rows.id_N))
 
     def warm(self, rows: CachedRows) -> None:
-        """Bring rows that a cache held earlier into this cache, with their scores: those that are used most, as far as
-        there are free slots. Keys without a row are ignored. Rows that are here stay."""
+        """Read rows that a cache held earlier into the free slots of this cache, with their scores; the most used rows
+        first. Keys without a row are ignored. Rows that are here stay."""
         rows = rows.hottest(len(self._index) + self._free.left(self.slots))
         if self.victims is not None:
             self.victims.shard = rows.shard

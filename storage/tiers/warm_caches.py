@@ -33,8 +33,8 @@ def load_lists(plan: StorePlan, arrays: Mapping[str, np.ndarray], name: str) -> 
 
 
 def fill_caches(tiers: Sequence[Tier], lists: Lists) -> None:
-    """Bring the listed rows into the caches among these tiers, as far as they fit, and clear `lists`. Rows that cannot
-    be read stay away: a lookup that needs one raises the error."""
+    """Read the listed rows into the caches among these tiers, as far as they fit, and clear `lists`. A row that cannot
+    be read is left out: a lookup that needs the row raises the error."""
     caches = [tier for tier in _caches(tiers) if tier.name in lists]
     try:
         with ExitStack() as reading:
