@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from typing import Any, TypeGuard, TypeVar
 
 from oneemb.storage.errors import CorruptTableError, StorageError
@@ -108,7 +109,8 @@ class ObjectStore:
                 fs.rename(temporary, path)
                 fs.sync_directory(folder)
             except BaseException:
-                fs.remove(temporary)
+                with suppress(FileNotFoundError):  # The object may have its name already.
+                    fs.remove(temporary)
                 raise
             finally:
                 fs.unlock(lock)

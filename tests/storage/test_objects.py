@@ -20,6 +20,7 @@ from oneemb.storage.errors import (
     SnapshotNotFoundError,
     StorageError,
 )
+from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.objects import marks, pull as pull_module, push as push_module
 from oneemb.storage.objects.deletion import clean_store, delete_stored
 from oneemb.storage.objects.manifests import names_in, newest_in, part_keys_in
@@ -424,6 +425,17 @@ def test_calls_that_the_network_fails_are_made_again_and_then_told(tmp_path, mon
         push(tmp_path / "live", url)
     with pytest.raises(StorageError, match="could not be .*: the network is down"):
         pull(url, tmp_path / "copy")
+
+
+def test_an_interrupt_after_an_object_has_its_name_is_raised_as_it_is(tmp_path, monkeypatch):
+    def interrupt(fs, path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalFileSystem, "sync_directory", interrupt)
+    store = ObjectStore(f"file://{tmp_path}/objects")
+    with pytest.raises(KeyboardInterrupt):
+        store.write("a", b"bytes")
+    assert list(store.keys("")) == ["a"] and store.get_object("a") == b"bytes"
 
 
 def test_a_store_without_snapshots_is_told(tmp_path, url):
