@@ -431,6 +431,7 @@ def test_an_interrupt_after_an_object_has_its_name_is_raised_as_it_is(tmp_path, 
     def interrupt(fs, path):
         raise KeyboardInterrupt
 
+    (tmp_path / "objects").mkdir()
     monkeypatch.setattr(LocalFileSystem, "sync_directory", interrupt)
     store = ObjectStore(f"file://{tmp_path}/objects")
     with pytest.raises(KeyboardInterrupt):
