@@ -142,16 +142,12 @@ class Dump:
                 key_N = self._read(part["keys"], np.int64, begin, min(_AT_ONCE, rows - begin), 1)[:, 0]
                 if self.version == "today":
                     key_N = ids_of_numbers(dist, r, key_N, self.ranks, num_embeddings)
-                table_N = np.zeros(len(key_N), np.int32)
-                seen = index.find(table_N, key_N) >= 0
-                if seen.any() or len(np.unique(key_N)) < len(key_N):
-                    unique_U, count_U = np.unique(key_N, return_counts=True)
-                    twice = key_N[seen][0] if seen.any() else unique_U[count_U > 1][0]
+                twice = index.put_new(np.zeros(len(key_N), np.int32), key_N, np.zeros(len(key_N), np.int64))
+                if twice is not None:
                     raise CorruptTableError(
-                        f"id {twice} comes twice in {part['keys']} and the keys of other ranks, and must come once in a"
-                        " dump; restore the dump from a copy"
+                        f"id {twice[1]} comes twice in {part['keys']} and the keys of other ranks, and must come once"
+                        " in a dump; restore the dump from a copy"
                     )
-                index.put(table_N, key_N, np.zeros(len(key_N), np.int64))
 
     def check_states(self) -> None:
         """Raise CorruptTableError unless the files of optimizer state of "seed" have the same keys as the rows."""

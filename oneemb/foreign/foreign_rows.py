@@ -167,17 +167,13 @@ def distinct_keys(what: str, keys: RowArray) -> HashIndex:
         if key_N.dtype.kind not in "iu" or key_N.dtype == np.uint64 and len(key_N) and int(key_N.max()) >= 1 << 63:
             raise CorruptTableError(f"{what}: ids must be int64, got {key_N.dtype}")
         key_N = key_N.astype(np.int64)
-        table_N = np.zeros(len(key_N), np.int32)
-        row_N = index.find(table_N, key_N)
-        unique_U, first_U = np.unique(key_N, return_index=True)
-        again = np.setdiff1d(np.arange(len(key_N)), first_U)
-        if (row_N >= 0).any() or len(again):
-            n = int(np.flatnonzero(row_N >= 0)[0]) if (row_N >= 0).any() else int(again[0])
+        twice = index.put_new(np.zeros(len(key_N), np.int32), key_N, np.arange(begin, begin + len(key_N)))
+        if twice is not None:
+            n = int(np.flatnonzero(key_N == twice[1])[:2][-1])
             raise CorruptTableError(
                 f"{what}: each id must come once, but id {key_N[n]} of row {begin + n} comes a second time; write the"
                 " source again, or restore it from a copy"
             )
-        index.put(table_N, key_N, np.arange(begin, begin + len(key_N)))
     return index
 
 
