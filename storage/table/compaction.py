@@ -226,7 +226,8 @@ class Compactor:
                 if chunk in self._live and not chunk.snapshots and self._fill(chunk) < _FULL_ENOUGH:
                     signals_deferred.raise_interrupt()
                     self.move(chunk)
-            self._writer.write_out()
+            if not self._stopping:  # Else other rows may have replaced these, or the table may be closed.
+                self._writer.write_out()
             self.finish_removals()
             self.done.bytes_freed = disk - self._disk_bytes()
             return self.done

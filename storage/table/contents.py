@@ -66,15 +66,15 @@ class Contents:
         try:
             yield
         finally:
-            compactor.resume()
+            if compactor is self.compactor:  # One whose rows were replaced has nothing to move any more.
+                compactor.resume()
 
     def clear(self) -> None:
-        """Replace the rows by an empty set of rows."""
+        """Replace the rows by an empty set of rows. No compaction may be running."""
         self.replace(LiveRows(self.live.geometry, self._files, self._threads, self._expected_rows, self.index_thread))
 
     def replace(self, live: LiveRows) -> None:
-        """Replace the present rows by these rows, and release the old chunks."""
-        self.compactor.stop()
+        """Replace the present rows by these rows, and release the old chunks. No compaction may be running."""
         self._rows_moved += self.compactor.done.rows_moved
         self.writer.drop()
         old = self.live

@@ -241,9 +241,10 @@ class LiveRows:
         return ChunkPart(chunk.number, chunk.blocks, chunk.keys_bytes, chunk.keys_sum, size, bit_N=part_N)
 
     def release(self) -> None:
-        """Release all chunks. The object cannot be used afterwards."""
+        """Release all chunks. The object has none afterwards; a compaction that waited may still ask for them."""
         for chunk in self._extents:
             self._files.release(chunk)
+        self.first_E.fill(-1)
         self._extents, self._chunk = {}, {}
 
     def _put(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:

@@ -243,7 +243,9 @@ class PersistentTable:
     def clear(self) -> None:
         with self._store_lock:
             self._begin(put_pending=False)
-            self._contents.clear()
+            with self._contents.no_compaction():
+                self._begin(put_pending=False)  # The table may have been closed while a compaction ended.
+                self._contents.clear()
             self._contents.compactor.finish_removals()
 
     def flush(self) -> None:
@@ -281,12 +283,12 @@ class PersistentTable:
         """
         with self._store_lock:
             self._begin()
-            self._store.files.path(name)
-            if not overwrite:
-                self._store.must_not_exist(name)
+            self._store.may_save(name, overwrite)
             self._contents.leave_suspects()
             if since is None:
                 self._contents.compactor.clean_for_save(name)
+            self._begin()  # The table may have been closed while rows were moved.
+            self._store.may_save(name, overwrite)
             self._contents.writer.write_out()  # Step 1 of a save (see FORMAT.md).
             held = self._contents.hold_rows(without)
             # Copies: the save drops the bits of the parts.
@@ -334,10 +336,10 @@ class PersistentTable:
         """
         with self._store_lock:
             self._begin(put_pending=False)
-            records = read_chain(self._store.files, [name, *deltas], self.row_width)
-            self._reader_for(records[0].geometry)
             with self._contents.no_compaction():
-                self._begin()  # The table may have been closed while a compaction ended.
+                self._begin()  # While a compaction ended, other threads may have closed the table or saved snapshots.
+                records = read_chain(self._store.files, [name, *deltas], self.row_width)
+                self._reader_for(records[0].geometry)
                 self._contents.load(records)
             self._places = self._contents.parts()
             self._contents.compactor.finish_removals()

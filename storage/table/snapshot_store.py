@@ -135,8 +135,11 @@ class SnapshotStore:
     def exists(self, name: str) -> bool:
         return name in self._held or name in self._recovery.damaged
 
-    def must_not_exist(self, name: str) -> None:
-        if self.exists(name):
+    def may_save(self, name: str, overwrite: bool) -> None:
+        """Raise SnapshotExistsError if there is a snapshot of this name that must not be overwritten; ValueError if no
+        snapshot may have the name."""
+        self.files.path(name)
+        if self.exists(name) and not overwrite:
             raise SnapshotExistsError.named(name, f"at {self.files.path(name)}")
 
     def describe(

@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.table.compaction import Compactor
 from oneemb.storage.table.persistent_table import PersistentTable
 from tests.support.faulty_fs import FaultyFileSystem
+from tests.support.inside import meanwhile
 from tests.support.table_model import check, got, put, put_random, random_rows
 
 THREADS = Threads(1)
@@ -259,6 +261,65 @@ def test_a_put_ends_when_another_thread_clears_or_closes_the_table(tmp_path, bac
         stop.set()
         assert ended and (end == "clear" or "closed" in ended[0])
         table.close()
+
+
+def make_others(table):
+    """Replace the rows by others."""
+    table.clear()
+    put(table, {}, np.zeros(50, np.int32), np.arange(50), np.ones((50, 16), np.float32))
+
+
+CALLS = {
+    "clear": lambda table: table.clear(),
+    "close": lambda table: table.close(),
+    "delete": lambda table: table.delete_snapshot("s"),
+    "load": lambda table: table.load_snapshot("s"),
+    "overwrite": lambda table: table.save_snapshot("s", {}, overwrite=True),
+    "save": lambda table: table.save_snapshot("t", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "call, other, error, rows_left",
+    [
+        ("save", "close", "closed; open it again", None),
+        ("save", "save", "named 't' already", 50),
+        ("load", "close", "closed; open it again", None),
+        ("load", "delete", "no snapshot named 's'", 50),
+        ("load", "overwrite", None, 50),
+        ("clear", "close", "closed; open it again", None),
+        ("clear", "clear", None, 0),
+    ],
+)
+def test_a_call_that_waits_for_a_move_goes_on_from_what_others_do_meanwhile(tmp_path, call, other, error, rows_left):
+    rng, rows = np.random.default_rng(0), {}
+    with open_table(tmp_path) as table:
+        put_random(table, rows, rng, 800, ids=300)
+        table.save_snapshot("s", {})
+        make_others(table)
+        waits = "clean_for_save" if call == "save" else "stop"
+        with meanwhile(table, Compactor, waits, lambda: CALLS[other](table)):
+            with pytest.raises(StorageError, match=error) if error else nullcontext():
+                CALLS[call](table)
+        assert not table.broken and (other == "close" or len(table) == rows_left)
+
+
+def test_a_move_that_begins_after_a_load_has_nothing_to_move(tmp_path):
+    rng, rows = np.random.default_rng(0), {}
+    with open_table(tmp_path) as table:
+        put_random(table, rows, rng, 800, ids=300)
+        table.save_snapshot("s", {})
+        saved = dict(rows)
+
+        def load():
+            table.erase(np.array([t for t, _ in rows], np.int32), np.array([i for _, i in rows]))
+            table.load_snapshot("s")
+
+        for _ in range(4):
+            put_random(table, rows, rng, 800, ids=300)
+        with meanwhile(table, Compactor, "move", load):
+            table.compact()
+        check(table, saved)
 
 
 class StoppedRemovals(LocalFileSystem):

@@ -2,6 +2,7 @@
 
 import mmap
 import resource
+import threading
 from contextlib import contextmanager
 
 from oneemb.storage.tiers import growing_array, reservation
@@ -52,6 +53,28 @@ def in_the_middle_of_a_move(table, job):
     with table._store_lock:
         table._contents.compactor._moving = None
         table._store_lock.lock.notify_all()
+
+
+@contextmanager
+def meanwhile(table, compactor_class, method, call):
+    """Within the block, the first call of a method of a table's compactor first waits, without the lock, until another
+    thread has made a call."""
+    before, calls = getattr(compactor_class, method), [call]
+
+    def waits(compactor, *args):
+        if calls:
+            thread = threading.Thread(target=calls.pop())
+            with table._store_lock.others_allowed():
+                thread.start()
+                thread.join(600)
+        return before(compactor, *args)
+
+    setattr(compactor_class, method, waits)
+    try:
+        yield
+        assert not calls
+    finally:
+        setattr(compactor_class, method, before)
 
 
 # ---- memory and threads ----------------------------------------------------------------------------------------------
