@@ -428,11 +428,13 @@ def test_calls_that_the_network_fails_are_made_again_and_then_told(tmp_path, mon
 
 
 def test_an_interrupt_after_an_object_has_its_name_is_raised_as_it_is(tmp_path, monkeypatch):
-    def interrupt(fs, path):
+    rename = LocalFileSystem.rename
+
+    def interrupted(fs, *paths):
+        rename(fs, *paths)
         raise KeyboardInterrupt
 
-    (tmp_path / "objects").mkdir()
-    monkeypatch.setattr(LocalFileSystem, "sync_directory", interrupt)
+    monkeypatch.setattr(LocalFileSystem, "rename", interrupted)
     store = ObjectStore(f"file://{tmp_path}/objects")
     with pytest.raises(KeyboardInterrupt):
         store.write("a", b"bytes")
