@@ -291,8 +291,8 @@ def make_cached_ssd_store_options(
         cache_policy: policy of both caches, same as for `make_cached_host_mem_store_options`.
         max_space_amplification: factor above 1. Without snapshots, the disk holds at most this factor times the bytes
             of the rows, and two chunks more. A smaller factor takes less disk and moves rows more often.
-        expected_rows: number of rows for which the index of the table has room at once, 13 bytes each; a table may
-            hold more.
+        expected_rows: number of rows for which the table's index has room from the beginning, 13 bytes each; a table
+            may hold more rows.
 
     The other arguments and errors are those of `make_device_mem_store_options`.
     """

@@ -216,11 +216,11 @@ class RowReader:
         self._requests = self._bytes = 0
         self.reading = False
         """Whether a thread reads without the lock of the table."""
-        self._waiting = self._reader = 0  # Number of threads that wait for their turn, and the last one that had it.
+        self._waiting = self._reader = 0  # Number of threads that wait, and the thread that has read last.
 
     def wait(self) -> None:
         """Wait, under the lock of the table, until the reads of other threads have ended. Threads that wait go before
-        one that has just read."""
+        the thread that has read last."""
         assert self._store_lock is not None
         lock, me = self._store_lock.lock, threading.get_ident()
         while self.reading or (self._waiting and self._reader == me):
@@ -230,7 +230,7 @@ class RowReader:
             finally:
                 self._waiting -= 1
         if self._waiting:
-            lock.notify_all()  # This thread may read nothing, and one may wait for its turn only.
+            lock.notify_all()  # If this thread reads nothing, no read wakes a thread that only waits for its turn.
 
     def read(
         self, live: LiveRows, table_N: np.ndarray, id_N: np.ndarray, place_N: np.ndarray, to_N: np.ndarray,

@@ -371,7 +371,7 @@ class ChunkFiles:
 
 
 def _made_space(error: OSError, removals: list[Future[None]]) -> bool:
-    """Whether a disk was full while files were being removed. Waits until they are."""
+    """Whether an error is a full disk while removals were running. Waits until these removals have ended."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return False
     wait(removals)

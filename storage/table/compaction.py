@@ -271,7 +271,7 @@ class Compactor:
                         looked_at += len(id_N)
                         self._moved = looked_at / part.rows
                         self._to_move = self._fill(chunk)
-                        self._guard.notify_all()  # Puts may go on a little.
+                        self._guard.notify_all()  # A put that waits may have room now.
             if chunk in self._live and self._live.live_of(chunk) == 0:
                 self._live.remove(chunk)
                 self.done.chunks += 1

@@ -22,7 +22,7 @@ from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotRecord
 
 _PIECES_AHEAD = 2
-# Number of rows of a piece. Pieces bound the memory that a load takes beside the index: 90 bytes a row of one.
+# Number of rows of a piece. Beside the index a load takes about 90 bytes of memory for each row of one piece.
 _PIECE_ROWS = 1 << 17
 # Bytes of keys files that the system is asked to read before they are needed.
 _BYTES_AHEAD = 64 << 20
