@@ -112,6 +112,8 @@ class CompactIndex:
         self._shard_P4 = np.zeros((SHARDS, 4), np.int64)
         self._shard_P4[:, 0] = self._no_lines.ctypes.data
         self._size_P, self._limit_P = np.zeros(SHARDS, np.int64), np.zeros(SHARDS, np.int64)
+        # Whether keys of tables that do not fit into a cell have come: each of them needs room in the spill.
+        self._is_wide = False
         self.reserve(expected)
 
     def __len__(self) -> int:
@@ -162,6 +164,7 @@ class CompactIndex:
         """See `HashIndex._put`."""
         assert len(place_U) == 0 or 0 <= place_U.min() <= place_U.max() <= PLACE_MAX
         check_tables(table_U)
+        self._see_tables(table_U)
         begin_P1, cell_U2 = self._spill.in_shards(table_U, id_U, place_U, order_U)
         try:
             self.grow(self._size_P + np.diff(begin_P1))
@@ -218,7 +221,11 @@ class CompactIndex:
 
     def key_counts(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """Number of these keys that belong to each shard: int64 [P]."""
+        self._see_tables(table_U)
         return self._spill.key_counts(table_U, id_U)
+
+    def _see_tables(self, table_U: np.ndarray) -> None:
+        self._is_wide = self._is_wide or bool(len(table_U) and table_U.max() >= (1 << _TABLE_BITS) - 1)
 
     def has_room(self, need_P: np.ndarray) -> bool:
         """Whether each shard p has room for need_P[p] keys, present keys included."""
@@ -248,8 +255,8 @@ class CompactIndex:
     def _spill_need(self, need_P: np.ndarray) -> np.ndarray:
         """Number of keys for which each shard of the spill needs room."""
         new_P = np.maximum(need_P - self._size_P, 0)
-        spilled_P = self._spill.sizes_P
-        return spilled_P + np.where(self._limit_P > 0, np.minimum(new_P, AHEAD + new_P // _SPILL_PART), new_P)
+        few_P = np.minimum(new_P, AHEAD + new_P // _SPILL_PART)
+        return self._spill.sizes_P + np.where((self._limit_P > 0) & (not self._is_wide), few_P, new_P)
 
     def _rebuild(self, shard_G: np.ndarray, blocks_G: np.ndarray) -> None:
         """Give shards other numbers of blocks."""

@@ -395,3 +395,20 @@ def test_a_put_that_ends_half_way_says_so(monkeypatch):
     with pytest.raises(IndexMemoryError) as caught:
         index.put(*arrays(keys), np.arange(len(keys)))
     assert hasattr(caught.value, "left_half_changed") and 0 == calls[0] < calls[1] < len(keys)
+
+
+@pytest.mark.parametrize("table", [0, 254, 255, 1023, TABLE_MAX])
+def test_a_put_of_keys_with_room_needs_no_memory(table, monkeypatch):
+    index = CompactIndex(Threads(2))
+    index.put(np.zeros(200_000, np.int32), np.arange(200_000), np.arange(200_000))
+    table_U, id_U = np.full(20_000, table, np.int32), np.arange(1 << 40, (1 << 40) + 20_000)
+    index.reserve_keys(table_U, id_U)
+    real = HashIndex.grow
+
+    def grow(self, need_P):
+        assert self.has_room(need_P)
+        real(self, need_P)
+
+    monkeypatch.setattr(HashIndex, "grow", grow)
+    assert (index.replace(table_U, id_U, np.arange(20_000)) == -1).all()
+    assert (index.find(table_U, id_U) == np.arange(20_000)).all()
