@@ -63,6 +63,8 @@ class ChunkFile:
         self.suspect = False
         self.holds = 0
         self.snapshots = 0
+        self.live_rows = 0
+        """Number of `LiveRows` that have the chunk: two while a load replaces the rows."""
         self.reading = False
         """Whether a `get` reads the rows file without the lock of the table: the file stays open."""
         self.rows_out: int | None = None
@@ -71,6 +73,11 @@ class ChunkFile:
     @property
     def full(self) -> bool:
         return self.blocks == self.geometry.blocks_per_chunk
+
+    @property
+    def needed(self) -> bool:
+        """Whether a snapshot or a `LiveRows` has the chunk. Other chunks are held only briefly, by a scan or a move."""
+        return self.snapshots > 0 or self.live_rows > 0
 
     @property
     def end(self) -> "ChunkEnd":
@@ -111,6 +118,11 @@ class ChunkFiles:
     ):  # fmt: skip
         self.open_rows_files: OrderedDict[ChunkFile, int] = OrderedDict()
         self.chunks: dict[int, ChunkFile] = {}
+        # Kept up to date by every call that changes a chunk, since each put asks, and a large table has many chunks.
+        self.needed_bytes = 0
+        """Bytes of the runs of all needed chunks."""
+        self.loose: dict[ChunkFile, None] = {}
+        """The chunks of `LiveRows` that no snapshot needs."""
         self._fs = fs
         self._lock = lock
         self.directory = directory
@@ -162,7 +174,7 @@ class ChunkFiles:
         if chunk is None:
             chunk = self.chunks[number] = ChunkFile(number, geometry, *chunk_paths(self.directory, number))
         if blocks > chunk.blocks:
-            chunk.blocks, chunk.keys_bytes, chunk.keys_sum = blocks, keys_bytes, keys_sum
+            self._extend(chunk, ChunkEnd(blocks, keys_bytes, keys_sum))
             chunk.synced_bytes = chunk.nbytes
         chunk.holds += 1
         return chunk
@@ -199,7 +211,7 @@ class ChunkFiles:
     def append(self, chunk: ChunkFile, end: ChunkEnd) -> None:
         """Make a written run part of the chunk: `end` is the end of that run."""
         before = chunk.nbytes
-        chunk.blocks, chunk.keys_bytes, chunk.keys_sum = end
+        self._extend(chunk, end)
         self.bytes_written += chunk.nbytes - before
 
     def seal(self, chunk: ChunkFile) -> None:
@@ -271,6 +283,17 @@ class ChunkFiles:
             self._directory_synced = False
             raise storage_error(error, "sync the directory", self.directory) from error
 
+    def need(self, chunk: ChunkFile, *, snapshots: int = 0, live_rows: int = 0) -> None:
+        """Add to the number of snapshots, or of `LiveRows`, that have a chunk. Each of them holds the chunk too."""
+        needed = chunk.needed
+        chunk.snapshots += snapshots
+        chunk.live_rows += live_rows
+        self.needed_bytes += (chunk.needed - needed) * chunk.runs_bytes
+        if chunk.live_rows and not chunk.snapshots:
+            self.loose[chunk] = None
+        else:
+            self.loose.pop(chunk, None)
+
     def hold(self, chunk: ChunkFile) -> None:
         chunk.holds += 1
 
@@ -322,6 +345,11 @@ class ChunkFiles:
     def __del__(self) -> None:
         if hasattr(self, "chunks"):  # Else `__init__` has failed early.
             self.close()
+
+    def _extend(self, chunk: ChunkFile, end: ChunkEnd) -> None:
+        before = chunk.runs_bytes
+        chunk.blocks, chunk.keys_bytes, chunk.keys_sum = end
+        self.needed_bytes += chunk.needed * (chunk.runs_bytes - before)
 
     def _close_chunk(self, chunk: ChunkFile) -> None:
         file = self.open_rows_files.pop(chunk, None)

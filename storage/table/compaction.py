@@ -167,7 +167,7 @@ class Compactor:
 
     def loose_bytes(self) -> int:
         """Bytes of the chunks that no snapshot needs: without headers, and with the rows that are still in memory."""
-        return self._bytes_of({chunk for chunk in self._live.chunks() if not chunk.snapshots})
+        return self._bytes_of(self._files.loose)
 
     def live_bytes(self) -> int:
         """Bytes on disk that the live rows need. The number is too small before `put_pending`."""
@@ -188,7 +188,7 @@ class Compactor:
         """Compact until there is room for `rows` more rows: in this call if the bound is exceeded, else in the
         background. Requires the guard. After a StorageError rows could not be moved, and no row is lost."""
         # Putting pending keys can only lower the excess, so it is not needed while the excess is small.
-        if self._excess() > (1 if self._background is None else _EARLY) and any(self._loose()):
+        if self._excess() > (1 if self._background is None else _EARLY) and any(map(self._may_move, self._files.loose)):
             self.put_pending()
             while self._must_wait() and not self._stopping:
                 if self._moving is not None:
@@ -370,11 +370,10 @@ class Compactor:
 
     def _loose(self) -> list[ChunkFile]:
         """Chunks that no snapshot needs and that are neither being written nor damaged."""
-        return [
-            chunk
-            for chunk in self._live.chunks()
-            if not (chunk.snapshots or self._writer.writes_to(chunk) or chunk in self._damaged)
-        ]
+        return [chunk for chunk in self._files.loose if self._may_move(chunk)]
+
+    def _may_move(self, chunk: ChunkFile) -> bool:
+        return not (self._writer.writes_to(chunk) or chunk in self._damaged)
 
     def _least(self, chunks: Iterable[ChunkFile], full: float) -> ChunkFile | None:
         """The chunk with the smallest live share of its bytes, if this share is below `full`."""
@@ -388,12 +387,11 @@ class Compactor:
         """Bytes by which the disk use, with the next piece of a put, exceeds the bound, as a number of chunks."""
         geometry = self._live.geometry
         piece = self.piece_rows * geometry.disk_bytes_per_row
-        # Chunks that are not counted here are held only briefly, by a scan or a move.
-        chunks = {chunk for chunk in self._files.chunks.values() if chunk.snapshots or chunk in self._live}
         live = self.live_bytes()
         with_snapshots = (1 + self._garbage_max) * live + self._store.rows_bytes()
         allowed = max(self._max_space_amplification * live, with_snapshots)
-        return (self._bytes_of(chunks) + piece - allowed) / self.chunk_bytes
+        disk = self._files.needed_bytes + self._writer.bytes_to_write(self._live)
+        return (disk + piece - allowed) / self.chunk_bytes
 
     def _bytes_of(self, chunks: Collection[ChunkFile]) -> int:
         """Bytes of these chunks: without headers, and with the rows that are still in memory."""

@@ -73,7 +73,7 @@ class LiveRows:
         """The chunks that have extents, oldest first."""
         return list(self._extents)
 
-    def __contains__(self, chunk: ChunkFile) -> bool:
+    def __contains__(self, chunk: object) -> bool:
         return chunk in self._extents
 
     def chunk_in(self, extent: int) -> ChunkFile:
@@ -120,6 +120,7 @@ class LiveRows:
         self._chunk[first] = chunk
         self.emptied = True
         self.first_E[first : first + size] = first
+        self._files.need(chunk, live_rows=1)
 
     def remove(self, chunk: ChunkFile) -> None:
         """Free the extents of a chunk without live rows, and release the chunk."""
@@ -129,6 +130,7 @@ class LiveRows:
         self.first_E[extents] = _READ if chunk.reading else -1
         if chunk.reading:
             self._read[chunk] = extents
+        self._files.need(chunk, live_rows=-1)
         self._files.release(chunk)
 
     @contextmanager
@@ -243,6 +245,7 @@ class LiveRows:
     def release(self) -> None:
         """Release all chunks. The object has none afterwards; a compaction that waited may still ask for them."""
         for chunk in self._extents:
+            self._files.need(chunk, live_rows=-1)
             self._files.release(chunk)
         self.first_E.fill(-1)
         self._extents, self._chunk = {}, {}

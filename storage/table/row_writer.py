@@ -13,7 +13,7 @@ Invariants:
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import Executor, Future, wait
 
 import numpy as np
@@ -138,7 +138,7 @@ class RowWriter:
         """Whether the chunk is being written and may still grow."""
         return chunk is self.chunk or any(run.chunk is chunk for run, _ in self._sealed)
 
-    def bytes_to_write(self, chunks: Collection[ChunkFile]) -> int:
+    def bytes_to_write(self, chunks: Container[ChunkFile]) -> int:
         """Approximate number of bytes that rows in memory will take on disk in these chunks."""
         return self._live.geometry.disk_bytes(sum(run.blocks for run in self._runs() if run.chunk in chunks))
 

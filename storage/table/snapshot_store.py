@@ -167,7 +167,7 @@ class SnapshotStore:
         RenameUncertainError the snapshot exists, but a loss of power may undo that; after any other StorageError it
         does not exist, and the chunks are released."""
         for chunk in rows.chunks:
-            chunk.snapshots += 1
+            self.chunk_files.need(chunk, snapshots=1)
         self._saving.append((record, rows.chunks))
         try:
             self._make_durable(record, rows)
@@ -267,7 +267,7 @@ class SnapshotStore:
 
     def _adopt(self, record: SnapshotRecord, part: ChunkPart) -> ChunkFile:
         chunk = self.chunk_files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
-        chunk.snapshots += 1
+        self.chunk_files.need(chunk, snapshots=1)
         return chunk
 
     def _keep_held(self, name: str) -> None:
@@ -293,7 +293,7 @@ class SnapshotStore:
 
     def _release(self, chunks: list[ChunkFile]) -> None:
         for chunk in chunks:
-            chunk.snapshots -= 1
+            self.chunk_files.need(chunk, snapshots=-1)
             self.chunk_files.release(chunk)
 
 

@@ -24,6 +24,7 @@ from tests.storage.test_persistent_table_crash import (
     save,
 )
 from tests.support.faulty_fs import FaultyFileSystem
+from tests.support.inside import check_chunk_totals
 from tests.support.table_model import check, got, put_random, scanned
 
 
@@ -96,6 +97,7 @@ def failed_call(operation, code, until_freed, number):
             put_pending(world, world.attempted)
     # Space is free again: everything works, and the snapshots of before are there.
     fs.fail = None
+    check_chunk_totals(world.table)
     check(world.table, world.rows)
     held = {info.name: (info.meta["n"], None) for info in world.table.snapshots()}
     assert set(before) <= set(held) | ({"b"} if operation is delete else set())
@@ -103,6 +105,7 @@ def failed_call(operation, code, until_freed, number):
     world.save("z")
     check(world.table, world.rows)
     world.table.load_snapshot("z")
+    check_chunk_totals(world.table)
     check(world.table, world.rows)
     expected = {}
     for info in world.table.snapshots():

@@ -43,6 +43,17 @@ def snapshot_path(table, name):
     return snapshots_of(table).files.path(name)
 
 
+def check_chunk_totals(table):
+    """Compare what a persistent table has counted of its chunks with a recount of all snapshots and current rows."""
+    with table._store_lock:
+        store, files, current = table._store, table._files, set(table._contents.live.chunks())
+        kept = {chunk for _, chunks in [*store._held.values(), *store._removed, *store._saving] for chunk in chunks}
+        runs = [chunk.blocks * chunk.geometry.block_bytes + chunk.keys_bytes - 128 for chunk in current | kept]
+        assert files.needed_bytes == sum(runs)
+        assert set(files.loose) == current - kept
+        assert {chunk for chunk in files.chunks.values() if chunk.needed} == current | kept
+
+
 @contextmanager
 def in_the_middle_of_a_move(table, job):
     """Within the block, a table's compaction has a chunk that it moves; its thread runs the job."""
