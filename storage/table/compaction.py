@@ -373,7 +373,8 @@ class Compactor:
         return [chunk for chunk in self._files.loose if self._may_move(chunk)]
 
     def _may_move(self, chunk: ChunkFile) -> bool:
-        return not (self._writer.writes_to(chunk) or chunk in self._damaged)
+        # A compactor whose rows a load or a clear has replaced moves no chunk of the new rows.
+        return chunk in self._live and not (self._writer.writes_to(chunk) or chunk in self._damaged)
 
     def _least(self, chunks: Iterable[ChunkFile], full: float) -> ChunkFile | None:
         """The chunk with the smallest live share of its bytes, if this share is below `full`."""
