@@ -5,7 +5,8 @@
 
 A push writes its mark and then looks for that of cleaning, which it waits out. Cleaning writes its mark and then looks
 for those of pushes: if there is one, it is refused. So one of the two sees the other. Both write their marks again
-from time to time: a mark that is older than `ALIVE_S` was left by a process that was killed.
+from time to time: a mark that is older than `ALIVE_S` was left by a process that was killed. Ages are differences of
+times of the store, so that the clocks of machines need not agree.
 
 Marks by the same `writer` do not count, since its calls follow each other: `TrainGraph.save` is one writer.
 """
@@ -40,6 +41,12 @@ class _Mark:
         self._store.put_text(self._key, {"version": 1, "writer": self._writer})
         self._written = time.monotonic()
 
+    def _is_dead(self, key: str) -> bool:
+        """Whether another mark is so old that a killed process has left it, by the clock of the store."""
+        own = self._store.written_at(self._key)
+        now = None if own is None else own + time.monotonic() - self._written
+        return self._store.age_s(key, now) > ALIVE_S
+
     def _remove(self) -> None:
         with suppress(StorageError):  # A mark that stays does not count once it is old.
             self._store.remove(self._key)
@@ -73,7 +80,7 @@ class Pushing(_Mark):
 
     def _look(self) -> None:
         while (other := self._store.get_text(_CLEANING)) is not None:
-            if self._writer and other.get("writer") == self._writer or self._store.age_s(_CLEANING) > ALIVE_S:
+            if self._writer and other.get("writer") == self._writer or self._is_dead(_CLEANING):
                 return
             time.sleep(_LOOK_S)
             self.write_again()
@@ -88,7 +95,7 @@ class Cleaning(_Mark):
     def _look(self) -> None:
         for key in self._store.keys("pushing/"):
             is_own = self._writer and key.startswith(f"pushing/{self._writer}-")
-            if is_own or self._store.age_s(key) > ALIVE_S:
+            if is_own or self._is_dead(key):
                 self._store.remove(key)  # A push that was killed has left it.
             else:
                 raise LockedError(

@@ -26,6 +26,9 @@ _TRIES = 4
 _WAIT_S = 0.5
 _DIGITS = 16
 
+_PASSWORD = re.compile("//([^/@:]*):[^/@]*@")
+"""User and password of a URL, such as sftp://user:password@host/items."""
+
 T = TypeVar("T")
 
 
@@ -37,7 +40,7 @@ class ObjectStore:
 
     Raises:
         TypeError: the URL is no text, or options is no dict of arguments.
-        ValueError: the URL is empty, or fsspec knows no file system for the URL.
+        ValueError: the URL is empty or holds a password, or fsspec knows no file system for the URL.
         ImportError: the package of the file system is missing.
     """
 
@@ -52,6 +55,12 @@ class ObjectStore:
             )
         if not url.strip():
             raise ValueError(f"url must say where the snapshots lie, such as 's3://bucket/items', got {url!r}")
+        named = _PASSWORD.sub(r"//\1@", url)
+        if named != url:
+            raise ValueError(
+                f"url must hold no password, since errors, checkpoints and copies name it, got one in {named!r}; give"
+                " it in options, or in the configuration files of fsspec"
+            )
         if options is not None and not (isinstance(options, dict) and all(isinstance(name, str) for name in options)):
             raise TypeError(
                 "options must be a dict of arguments for the file system of fsspec, such as {'key': ..., 'secret':"
@@ -207,17 +216,27 @@ class ObjectStore:
         for path in found:
             yield path[path.index(self._root) :][begin_at:]
 
-    def age_s(self, key: str) -> float:
-        """Seconds since an object was written; 0.0 if the store does not tell."""
+    def age_s(self, key: str, now: float | None = None) -> float:
+        """Seconds since an object was written; 0.0 if the store does not tell.
+
+        Args:
+            now: the time by the store's clock, in seconds since 1970; None = this machine's clock is used.
+        """
+        written = self.written_at(key)
+        return 0.0 if written is None else max(0.0, (time.time() if now is None else now) - written)
+
+    def written_at(self, key: str) -> float | None:
+        """Time at which an object was written, by the store's clock, in seconds since 1970; None = there is no such
+        object, or the store does not tell."""
         try:
             written = self._tried("looked up", key, lambda: self._fs.modified(self._path(key)))
         except FileNotFoundError:
-            return 0.0
+            return None
         except StorageError as error:
             if isinstance(error.__cause__, NotImplementedError):
-                return 0.0
+                return None
             raise
-        return max(0.0, time.time() - float(written.timestamp()))
+        return float(written.timestamp())
 
     def remove(self, key: str) -> None:
         """Remove an object, if it is there."""

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import threading
+import time
 import uuid
 
 import fsspec
@@ -21,7 +22,7 @@ from oneemb.storage.errors import (
     StorageError,
 )
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.objects import marks, pull as pull_module, push as push_module
+from oneemb.storage.objects import marks, object_store, pull as pull_module, push as push_module
 from oneemb.storage.objects.deletion import clean_store, delete_stored
 from oneemb.storage.objects.manifests import names_in, newest_in, part_keys_in
 from oneemb.storage.objects.marks import Cleaning
@@ -615,6 +616,7 @@ def test_names_of_any_letters_keep_their_own_place(tmp_path, url, name):
     "wrong, error, words",
     [
         ("nowhere://x", ValueError, "url must be one that fsspec knows"),
+        ("sftp://ada:secret@host/x", ValueError, "url must hold no password, .* got one in 'sftp://ada@host/x'"),
         ("s3://bucket/x", ImportError, "needs a package"),
     ],
 )
@@ -784,6 +786,14 @@ def test_marks_of_killed_processes_count_until_they_are_old(tmp_path, url, monke
     clean_store(url, 0)
     store.put_text("cleaning.json", {"version": 1, "writer": ""})
     assert push(tmp_path / "live", url).pushed == ["a"]
+
+
+def test_marks_do_not_age_by_the_clock_of_this_machine(url, monkeypatch):
+    store, real = ObjectStore(url), time.time
+    store.put_text("pushing/alive.json", {"version": 1, "writer": ""})
+    monkeypatch.setattr(object_store.time, "time", lambda: real() + 3600)
+    with pytest.raises(LockedError, match="pushing/alive.json says"):
+        clean_store(url, 0)
 
 
 @pytest.mark.parametrize("place", [".", "snapshots"])
