@@ -347,13 +347,13 @@ class StoppedRemovals(LocalFileSystem):
 def test_puts_go_on_while_files_are_removed_and_wait_for_that_on_a_full_disk(tmp_path, full):
     rng, rows, fs = np.random.default_rng(0), {}, StoppedRemovals()
     with open_table(tmp_path, fs=fs) as table:
-        removed = 0
+        removed = 0  # Small puts, so that one chunk is removed: a put waits where more of them take its room.
         while not fs.removing.is_set() and removed == 0:
-            put_random(table, rows, rng, 300, ids=300)
+            put_random(table, rows, rng, 20, ids=300)
             removed = table.stats()["bytes_removed"]
         assert fs.removing.wait(600)
         for _ in range(2):
-            put_random(table, rows, rng, 100, ids=300)
+            put_random(table, rows, rng, 5, ids=300)
         assert not fs.go_on.is_set() and file_bytes(tmp_path) > table.stats()["disk_bytes"]
         fs.full = full
         table.flush()
