@@ -53,8 +53,8 @@ def write(folder: Path, files: int, clicks: int, seed: int = 0) -> None:
 
 def loader_of(folder: Path, size: int) -> oneemb.data.Loader:
     """Batches of a stream, up to the end of what is there."""
-    columns = {"ids": oneemb.data.Ids("user", "item", ("device", "hour")), "label": "click"}
-    return oneemb.data.Loader(oneemb.data.GrowingFolder(folder / "*.parquet"), size, columns, end_after_s=0)
+    source, ids = oneemb.data.GrowingFolder(folder / "*.parquet"), oneemb.data.Ids("user", "item", ("device", "hour"))
+    return oneemb.data.Loader(source, size, {"ids": ids, "label": "click"}, end_after_s=0)
 
 
 def ids_of(user: list[str], item: list[str], device: list[str], hour: list[int]) -> torch.Tensor:
