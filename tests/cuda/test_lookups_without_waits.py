@@ -107,7 +107,7 @@ def test_slots_rows_and_counts_are_those_of_lookups_that_wait(gpu, late, seed, n
 
 
 def told(row_NW):
-    """What first values say."""
+    """Sums of the first and the last word of rows, which say with which first values the rows began."""
     return (row_NW[:, 0] + row_NW[:, W - 1]).tolist()
 
 

@@ -102,7 +102,7 @@ def test_deltas_that_a_writer_has_deleted_meanwhile_are_no_problem(chain, monkey
     original, looks = part_folders.look_at, []
 
     def without_the_parent(*args):
-        """What is found where a writer deletes all three while the folder is read: the parent is gone already."""
+        """Result of `look_at` where a writer deletes all three meanwhile: the parent is gone already."""
         found = original(*args)
         looks.append(found)
         if len(looks) == 1:
