@@ -13,6 +13,7 @@ Marks by the same `writer` do not count, since its calls follow each other: `Tra
 
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Self
 
@@ -26,10 +27,14 @@ _CLEANING = "cleaning.json"
 
 
 class _Mark:
-    """A mark for the time of a `with` block."""
+    """A mark for the time of a `with` block.
 
-    def __init__(self, store: ObjectStore, key: str, writer: str):
-        self._store, self._key, self._writer = store, key, writer
+    Args:
+        look: looks for the marks of others, once this one is written.
+    """
+
+    def __init__(self, store: ObjectStore, key: str, writer: str, look: Callable[[], None]):
+        self._store, self._key, self._writer, self._look = store, key, writer, look
         self._written = 0.0
 
     def write_again(self) -> None:
@@ -63,9 +68,6 @@ class _Mark:
     def __exit__(self, *error: object) -> None:
         self._remove()
 
-    def _look(self) -> None:
-        raise NotImplementedError
-
 
 class Pushing(_Mark):
     """Mark of a push.
@@ -76,9 +78,10 @@ class Pushing(_Mark):
     """
 
     def __init__(self, store: ObjectStore, writer: str = "", rank: int = 0):
-        super().__init__(store, f"pushing/{f'{writer}-{rank}' if writer else uuid.uuid4().hex}.json", writer)
+        name = f"{writer}-{rank}" if writer else uuid.uuid4().hex
+        super().__init__(store, f"pushing/{name}.json", writer, self._wait)
 
-    def _look(self) -> None:
+    def _wait(self) -> None:
         while (other := self._store.get_text(_CLEANING)) is not None:
             if self._writer and other.get("writer") == self._writer or self._is_dead(_CLEANING):
                 return
@@ -90,9 +93,9 @@ class Cleaning(_Mark):
     """Mark of cleaning. LockedError if a push is at work."""
 
     def __init__(self, store: ObjectStore, writer: str = ""):
-        super().__init__(store, _CLEANING, writer)
+        super().__init__(store, _CLEANING, writer, self._refuse)
 
-    def _look(self) -> None:
+    def _refuse(self) -> None:
         for key in self._store.keys("pushing/"):
             is_own = self._writer and key.startswith(f"pushing/{self._writer}-")
             if is_own or self._is_dead(key):
