@@ -209,7 +209,7 @@ def test_a_load_that_fails_half_way_leaves_all_rows_those_in_memory_too(backgrou
             check(table, rows)
             put_random(table, rows, np.random.default_rng(2), 500, ids=300)
             check(table, rows)
-        assert table.compact().chunks
+        assert table.compact().chunks or background, "its thread may have compacted all"
         table.save_snapshot("t", {})
         fs.entries["/t/chunks/000000000002.keys"].now[200] ^= 1
         table.load_snapshot("s")
