@@ -75,6 +75,14 @@ class StoredCheckpoint:
             raise FileNotFoundError(errno.ENOENT, "there is no checkpoint; save one, or correct the URL", self.url)
         return data
 
+    def version(self) -> str | None:
+        """Text that changes when the checkpoint is replaced; None = there is no checkpoint."""
+        return self._store.version_of(self._name)
+
+    def written_at(self) -> float | None:
+        """Time at which the checkpoint was written, as for `ObjectStore.written_at`."""
+        return self._store.written_at(self._name)
+
     def named(self) -> list[Snapshots]:
         """Snapshots of saves to this URL, newest first."""
         data = self._store.get_object(self._name)

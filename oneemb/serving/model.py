@@ -8,7 +8,6 @@ Invariants:
 
 import inspect
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,18 +16,17 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from oneemb.checkpoints.named_snapshot import SnapshotName
-from oneemb.checkpoints.state_bytes import load_bytes
 from oneemb.checkpoints.state_names import named_embeddings
 from oneemb.embeddings.unsaved_rows import taking_no_folder
 from oneemb.kernels.threads import Threads
-from oneemb.serving.build import Version, check_formats, is_gone, open_snapshot, served_folder, source_of
+from oneemb.serving.build import Source, Version, check_formats, open_snapshot
+from oneemb.serving.checkpoint_source import Checkpoint, CheckpointSource, State, checkpoint_source
 from oneemb.serving.following import Following
 from oneemb.serving.frozen_modules import frozen_copy
 from oneemb.serving.inference import InferenceEmbedding
 from oneemb.serving.weights import set_weights, weights_for
 from oneemb.storage.errors import OtherSnapshotError, StorageError
-from oneemb.storage.fs import AnyPath, file_path
-from oneemb.storage.objects.object_store import is_url
+from oneemb.storage.fs import AnyPath
 from oneemb.training.compiled_graph import CompiledGraph, EvalGraph
 
 _RETRY_S_MAX = 60.0  # seconds between two attempts of the follower to load a checkpoint that has failed
@@ -38,7 +36,6 @@ _NO_ROWS = (
 )
 _log = logging.getLogger("oneemb")
 
-_FileState = tuple[int, int, int]
 _Dtype = Literal["float32", "float16", "int8", "int4"]
 
 
@@ -51,9 +48,10 @@ class ModelVersion:
     snapshots: dict[str, Version]
     """{name of the embedding in the module: its snapshot}."""
     saved_at: float
-    """Time at which the checkpoint was written, in seconds since 1970."""
-    file: _FileState
-    """State of the checkpoint's file, which changes when the file is replaced."""
+    """Time at which the checkpoint was written, in seconds since 1970; of a URL whose store does not tell, the time at
+    which it was read."""
+    file: State
+    """State of the checkpoint's file or object, which changes when the checkpoint is replaced."""
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,13 +84,13 @@ class ServedModel(Following):
     """
 
     def __init__(
-        self, path: str, make: Callable[..., torch.nn.Module] | torch.nn.Module, prefix: str | None, dtype: str,
-        absent: str, folder: str | None, threads: Threads, check: Callable[[ModelVersion], Any] | None,
+        self, source: CheckpointSource, make: Callable[..., torch.nn.Module] | torch.nn.Module, prefix: str | None,
+        dtype: str, absent: str, threads: Threads, check: Callable[[ModelVersion], Any] | None,
         on_change: Callable[["ServedModel"], Any] | None,
     ):  # fmt: skip
         super().__init__()
-        self._path, self._prefix, self._check, self._on_change = path, prefix, check, on_change
-        self._dtype, self._absent, self._folder, self._threads = dtype, absent, folder, threads
+        self._source, self._path, self._prefix, self._check = source, source.path, prefix, check
+        self._on_change, self._dtype, self._absent, self._threads = on_change, dtype, absent, threads
         self._template: _Template | None = None
         self._make: Callable[..., torch.nn.Module] | None = None  # a function, until it is called
         if isinstance(make, torch.nn.Module):
@@ -101,9 +99,9 @@ class ServedModel(Following):
             self._make = make
         self._current: ModelVersion | None = None
         self._closed = False
-        self._failed_on: _FileState | None = None
+        self._failed_on: State | None = None
         self._failures, self._next_try = 0, 0.0
-        self._what = path
+        self._what = source.path
 
     @property
     def current(self) -> ModelVersion:
@@ -158,7 +156,7 @@ class ServedModel(Following):
     def _refresh_in_turn(self, stop: Callable[[], bool]) -> None:
         follower = self._follower
         failed = self._failed_on
-        if failed is not None and time.monotonic() < self._next_try and _state_at(self._path) == failed:
+        if failed is not None and time.monotonic() < self._next_try and self._source.state() == failed:
             return
         super()._refresh(stop)
         if self.error is not None:
@@ -168,21 +166,19 @@ class ServedModel(Following):
 
     def _load_newer(self, stop: Callable[[], bool], *, older: bool = False) -> bool:
         """Serve the checkpoint if it has been replaced since. The caller has the turn."""
-        now, found = self._current, _state_at(self._path)
+        now, found = self._current, self._source.state()
         self._check_open()
         try:
             if now is not None and now.file == found:
                 self._failed_on, self.error = None, None
                 return False
-            newer = self._load(stop)
+            newer = self._load(stop, None if older else now)
             with self._own_lock():
                 if newer is None or stop():
                     return False
                 self._check_open()
                 if self._current is not now:  # A signal handler has refreshed meanwhile.
                     return False
-                if now is not None and not older:
-                    self._check_not_older(newer, now)
                 self._current, self.error, self._failed_on = newer, None, None  # Calls read `_current` once.
         except Exception as error:
             if not self._closed:
@@ -194,15 +190,6 @@ class ServedModel(Following):
         self._tell()
         return True
 
-    def _check_not_older(self, newer: ModelVersion, now: ModelVersion) -> None:
-        assert self._template is not None
-        for name, place in self._template.places.items():
-            version, served = newer.snapshots[name], now.snapshots[name]
-            if version.sequence < served.sequence and not is_gone(place.paths, served):
-                raise StorageError(
-                    f"{self._path} names {version}, older than {served}, which serves; refresh(older=True) takes it"
-                )
-
     def _tell(self) -> None:
         if self._on_change is not None:
             try:
@@ -210,67 +197,67 @@ class ServedModel(Following):
             except Exception:  # Of the user's function: the version serves all the same.
                 _log.exception("%s: on_change raised an error", self._path)
 
-    def _load(self, stop: Callable[[], bool]) -> ModelVersion | None:
-        """The version of the checkpoint; None if `stop` returned True."""
+    def _load(self, stop: Callable[[], bool], after: ModelVersion | None) -> ModelVersion | None:
+        """The version of the checkpoint; None if `stop` returned True. StorageError if it is older than `after`."""
         while True:
-            with open(self._path, "rb") as file:
-                state, found = (
-                    os.fstat(file.fileno()),
-                    load_bytes(file, self._path, problem="is not a checkpoint, or is damaged"),
-                )
+            checkpoint = self._source.read()
             try:
-                return self._version_of(found, state, stop)
+                return self._version_of(checkpoint, stop, after)
             except (StorageError, ValueError):
                 # The job may have replaced the checkpoint meanwhile, and deleted its snapshots.
-                if _state_at(self._path) in (None, _file_state(state)):
+                if self._source.state() in (None, checkpoint.state):
                     raise
 
-    def _version_of(self, checkpoint: Any, state: os.stat_result, stop: Callable[[], bool]) -> ModelVersion | None:
+    def _version_of(
+        self, checkpoint: Checkpoint, stop: Callable[[], bool], after: ModelVersion | None
+    ) -> ModelVersion | None:
+        content = checkpoint.content
         template = self._template
         if template is None:
             make = self._make
             assert make is not None
             with taking_no_folder(_NO_ROWS):  # The job may be training the embeddings, in this process or another.
-                made = make(checkpoint) if _takes_one(make) else make()
+                made = make(content) if _takes_one(make) else make()
             template = self._template = _template_of(made)
-        weights = weights_for(template.module, template.places, checkpoint, self._prefix, self._path)
+        weights = weights_for(template.module, template.places, content, self._prefix, self._path)
         rows: dict[torch.nn.Module, InferenceEmbedding] = {}
         snapshots: dict[str, Version] = {}
         for name, place in template.places.items():
-            served = self._rows(place, weights.snapshots[name], name, stop)
+            snapshot, before = weights.snapshots[name], None if after is None else after.snapshots[name]
+            source = self._source.rows(content, snapshot, place.paths, name, self._dtype)
+            served = self._rows(source, place, snapshot, name, stop, before)
             if served is None:
                 return None
             rows[place], snapshots[name] = served, served.version
         module = frozen_copy(template.module, rows)
         set_weights(module, weights, self._path)
-        version = ModelVersion(module, snapshots, state.st_mtime, _file_state(state))
+        version = ModelVersion(module, snapshots, checkpoint.saved_at, checkpoint.state)
         if self._check is not None:
             self._check(version)
         return version
 
     def _rows(
-        self, place: _Place, snapshot: SnapshotName, name: str, stop: Callable[[], bool]
-    ) -> InferenceEmbedding | None:
-        """Rows of one embedding of the checkpoint; None if `stop` returned True."""
+        self, source: Source, place: _Place, snapshot: SnapshotName, name: str, stop: Callable[[], bool],
+        before: Version | None,
+    ) -> InferenceEmbedding | None:  # fmt: skip
+        """Rows of one embedding of the checkpoint; None if `stop` returned True. StorageError if the snapshot is older
+        than `before`, which is still at its source."""
         wanted, identity = snapshot["oneemb_snapshot"], snapshot.get("oneemb_identity")
         if wanted is None:
             raise StorageError(f"{self._path} was saved before embedding {name!r} had a row; train it, and save again")
-        # Of the files in a folder, the oldest are removed: each embedding has a folder of its own.
-        folder = None if self._folder is None else os.path.join(self._folder, name)
-        source = source_of(place.paths, folder, self._dtype, None)
         try:
             file = open_snapshot(source, wanted, threads=self._threads, stop=stop)
         except StorageError as error:
             raise type(error)(
                 f"{self._path} names snapshot {wanted!r} for embedding {name!r}, which cannot be served from"
-                f" {', '.join(place.paths)}: {error}"
+                f" {source.name}: {error}"
             ) from error
         if file is None:
             return None
         info = file.info
         if identity is not None and info.identity != identity:
             raise OtherSnapshotError(
-                f"{self._path} names snapshot {wanted!r} with identity {identity}, the one in {place.paths[0]} has"
+                f"{self._path} names snapshot {wanted!r} with identity {identity}, the one in {source.name} has"
                 f" {info.identity}: it was replaced, or is of another run"
             )
         if (info.dim, info.num_tables) != (place.dim, place.num_tables):
@@ -278,7 +265,13 @@ class ServedModel(Following):
                 f"embedding {name!r} must have the width and tables of snapshot {wanted!r}, {info.num_tables} tables of"
                 f" {info.dim} weights, but the module has {place.num_tables} tables of {place.dim}"
             )
-        return InferenceEmbedding(file, None, self._absent, self._threads)
+        served = InferenceEmbedding(file, None, self._absent, self._threads)
+        found = served.version
+        if before is not None and found.sequence < before.sequence and not self._source.has_lost(source, before):
+            raise StorageError(
+                f"{self._path} names {found}, older than {before}, which serves; refresh(older=True) takes it"
+            )
+        return served
 
     def close(self) -> None:
         """Stop following, and release the module and its files. Calls that run end as they would have."""
@@ -305,7 +298,7 @@ def serve_model(
 
     Args:
         path: the checkpoint: a file of `graph.save`, of `torch.save(module.state_dict(), path)`, of Lightning, or of a
-            dict that holds a state dict. The job replaces the file by renaming.
+            dict that holds a state dict. The job replaces the file by renaming. Or the URL of a `graph.save(url)`.
         model: the module, or a function that makes it as training does, with `MultiTableEmbedding` of the same
             `persistent_path`. The function is called once; if it takes an argument, that is the content of the
             checkpoint. It may make the module on the meta device. The module is copied, its embeddings are replaced by
@@ -316,7 +309,8 @@ def serve_model(
         prefix: name of the module in the checkpoint, such as "model" for a graph with `self.model`, or "" for none;
             None = the only name that fits.
         absent: values of an id without a row: "initial" = its initial row in training, or "zeros".
-        folder: folder for served files; None = `serving` in the path of each embedding.
+        folder: folder for served files; None = `serving` in the path of each embedding. With a URL it must be given,
+            and has copies of the served snapshots, too.
         num_threads: number of threads of a lookup; None = number of cores. Dense modules use torch's own number.
         check: called with each version before it serves, for example to score an example; its error refuses the
             version.
@@ -352,15 +346,8 @@ def serve_model(
     served_dtype = check_formats(dtype, absent)
     if not callable(model):
         raise TypeError(f"model must be a module, or a function that makes it, got {type(model).__name__}")
-    if is_url(path):
-        raise ValueError(
-            f"path must be that of a file on this machine, got the URL {path!r}; serve the rows by"
-            f" InferenceEmbedding.open('{path}.rows/<embedding>', folder=...), which follows them"
-        )
-    path, folder = file_path(path, "the checkpoint"), None if folder is None else served_folder(folder)
-    served = ServedModel(
-        os.path.abspath(path), model, prefix, served_dtype, absent, folder, Threads(num_threads), check, on_change
-    )
+    source = checkpoint_source(path, folder)
+    served = ServedModel(source, model, prefix, served_dtype, absent, Threads(num_threads), check, on_change)
     try:
         served.refresh()
     except Exception as error:
@@ -408,15 +395,3 @@ def _takes_one(make: Callable[..., torch.nn.Module]) -> bool:
     parameters = inspect.signature(make).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(one.kind in positional and one.default is one.empty for one in parameters)
-
-
-def _file_state(found: os.stat_result) -> _FileState:
-    return found.st_ino, found.st_mtime_ns, found.st_size
-
-
-def _state_at(path: str) -> _FileState | None:
-    """State of the file at `path`; None = there is none."""
-    try:
-        return _file_state(os.stat(path))
-    except OSError:
-        return None

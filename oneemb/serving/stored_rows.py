@@ -71,6 +71,13 @@ class StoredCopy:
             with suppress(StorageError):  # Another process will.
                 self._remove_others(name)
 
+    def is_offered(self, name: str, identity: str) -> bool:
+        """Whether the store has the snapshot of this name and identity."""
+        try:
+            return current_of(self._store, name)[0] == identity
+        except SnapshotNotFoundError:
+            return False
+
     def _has(self, name: str, identity: str) -> bool:
         try:
             look_at([self.folder]).get(name, identity, self.url)

@@ -176,6 +176,13 @@ class ObjectStore:
         except FileNotFoundError:
             return None
 
+    def version_of(self, key: str) -> str | None:
+        """Text that changes when an object is replaced by another one; None = there is no object."""
+        try:
+            return str(self._tried("looked up", key, lambda: self._fs.ukey(self._path(key))))
+        except FileNotFoundError:
+            return None
+
     # ---- texts: small objects that are replaced as a whole -----------------------------------------------------------
 
     def put_text(self, key: str, fields: dict[str, Any]) -> None:

@@ -208,8 +208,6 @@ def test_processes_of_a_machine_share_one_copy(tmp_path, job, url):
 def test_a_url_needs_a_folder_and_a_store_that_fails_is_told(tmp_path, job, url, monkeypatch):
     with pytest.raises(ValueError, match="folder must name a folder on this machine"):
         oneemb.InferenceEmbedding.open(url)
-    with pytest.raises(ValueError, match="got the URL 's3://b/c.pt'; serve the rows by InferenceEmbedding.open"):
-        oneemb.serve_model("s3://b/c.pt", torch.nn.Linear(1, 1))
     kind = type(fsspec.filesystem("memory"))
     with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving") as served:
         monkeypatch.setattr(kind, "cat_file", lambda *args: (_ for _ in ()).throw(TimeoutError("the network is down")))
