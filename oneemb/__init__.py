@@ -44,6 +44,7 @@ _MODULES = {
     "rows.export_rows": ("export_rows",),
     "rows.foreign": ("ForeignReport", "export_foreign", "import_foreign"),
     "rows.import_rows": ("import_rows",),
+    "sinks.publisher": ("publish",),
     "training.compiled_graph": ("EvalGraph", "GraphConfig"),
     "checkpoints.folders": ("release",),
     "serving.inference": ("InferenceEmbedding",),
@@ -80,12 +81,13 @@ _WHERE |= {
     "DriverError": "oneemb.kernels.cuda_driver",
     "LostRowsError": "oneemb.storage.remote.parameter_server",
     "NonFiniteGradientError": "oneemb.graph.ops",
+    "PublishError": "oneemb.sinks.version",
     "RankError": "oneemb.graph.ranks",
     "RenameUncertainError": "oneemb.storage.table.snapshot_file",
     "ServerError": "oneemb.storage.remote.parameter_server",
     "ServerTimeoutError": "oneemb.storage.remote.parameter_server",
 }
-_SUBMODULES = ("data", "nn", "optim", "options", "policies")
+_SUBMODULES = ("data", "nn", "optim", "options", "policies", "sinks")
 
 __all__ = [*_WHERE, *_SUBMODULES]  # noqa: PLE0604 - all of them are strings
 

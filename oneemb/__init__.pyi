@@ -1,6 +1,6 @@
 """Public names for editors and type checkers; the package itself loads each name when it is first used."""
 
-from oneemb import data as data, nn as nn, optim as optim, options as options, policies as policies
+from oneemb import data as data, nn as nn, optim as optim, options as options, policies as policies, sinks as sinks
 from oneemb.checkpoints.folders import release as release
 from oneemb.checkpoints.named_snapshot import snapshot_name as snapshot_name
 from oneemb.data.source import BadRowError as BadRowError, ChangedSourceError as ChangedSourceError
@@ -57,6 +57,8 @@ from oneemb.serving.model import (
     ServedModel as ServedModel,
     serve_model as serve_model,
 )
+from oneemb.sinks.publisher import publish as publish
+from oneemb.sinks.version import PublishError as PublishError
 from oneemb.storage.errors import (
     BrokenStoreError as BrokenStoreError,
     CorruptTableError as CorruptTableError,

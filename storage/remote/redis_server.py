@@ -94,9 +94,7 @@ class RedisServer:
         return ((begin, min(begin + step, size)) for begin in range(0, size, step))
 
     def _keys(self, table: str, id_N: np.ndarray, part: int) -> list[bytes]:
-        head = f"{self._prefix}_table_{table}_gid_".encode("utf-8", "surrogatepass").replace(b"%", b"%%")
-        key = head + b"%d_cid_0_osid_" + str(part).encode()
-        return [key % id for id in id_N.tolist()]
+        return row_keys(self._prefix, table, id_N, part)
 
     def _check_missing(self, table: str, id_N: np.ndarray, found_NP: np.ndarray) -> None:
         """Raise ServerError if a key that MGET calls missing has a value that is no string: it would pass for a new
@@ -126,6 +124,13 @@ class RedisServer:
     def _check_ok(self, answer: Any) -> None:
         if answer != b"OK":
             raise ServerError(f"{self.name}: the server must answer OK to a write, it answered {str(answer)[:80]}")
+
+
+def row_keys(prefix: str, table: str, id_N: np.ndarray, part: int) -> list[bytes]:
+    """Redis keys of a part of rows."""
+    head = f"{prefix}_table_{table}_gid_".encode("utf-8", "surrogatepass").replace(b"%", b"%%")
+    key = head + b"%d_cid_0_osid_" + str(part).encode()
+    return [key % id for id in id_N.tolist()]
 
 
 class _Receiver:

@@ -25,12 +25,13 @@ def owned_rows(snapshot: PartedSnapshot, owner: int, owners: int, fs: FileSystem
     links: list[list[SnapshotReader]] = []
     with ExitStack() as opened:  # closes the opened readers if a later one cannot be opened
         for link in (*snapshot.before, snapshot):
-            links.append([opened.enter_context(_open(part, fs)) for part in link.parts_for(owner, owners)])
+            links.append([opened.enter_context(open_part(part, fs)) for part in link.parts_for(owner, owners)])
         opened.pop_all()
     return LinkedRows(links, is_own)
 
 
-def _open(part: Part, fs: FileSystem | None) -> SnapshotReader:
+def open_part(part: Part, fs: FileSystem | None = None) -> SnapshotReader:
+    """Reader of the rows of one part. OtherSnapshotError if the part is not the one that was listed."""
     reader = SnapshotReader.open(part.folder, part.info.name, fs=fs)
     if reader.info.identity != part.info.identity:
         raise OtherSnapshotError(

@@ -1,0 +1,127 @@
+"""Changes of a table's rows, from the version that a sink shows to the next version, read from the table's folder.
+
+Invariants:
+- the rows of one version only: they are those that its save has stored, whatever the job saves or deletes meanwhile;
+- memory does not grow with the number of rows, except for the keys of a delta.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+
+from oneemb.kernels.threads import Threads
+from oneemb.rows.files import RowsOfFile
+from oneemb.rows.values import state_of, weights_of
+from oneemb.sinks.version import TableVersion
+from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.snapshots.owned_rows import open_part, owned_rows
+from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
+from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
+from oneemb.storage.table.delta import GONE, gone_keys
+from oneemb.storage.table.snapshot_reader import SnapshotReader
+
+_Words = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
+
+
+class StoppedError(Exception):
+    """Raised while changes are read, once the publisher is closed."""
+
+
+class Changes:
+    """Rows that a sink gets to show a version: the rows written since the version before, and the keys that have no row
+    any more; or all rows.
+
+    Args:
+        snapshot: the version.
+        is_whole: whether the changes are all rows, which replace whatever the sink has.
+        stop: function that returns True once nobody wants the changes any more.
+    """
+
+    def __init__(self, snapshot: PartedSnapshot, is_whole: bool, stop: Callable[[], bool] = lambda: False):
+        self.snapshot = snapshot
+        """The version's snapshot in the table's folder."""
+        self.version = TableVersion.of(snapshot)
+        """Name, identity and sequence of the version."""
+        self.is_whole = is_whole
+        """Whether the changes are all rows of the version: rows that a sink has besides must go."""
+        self.rows = SnapshotRows.of_meta(snapshot.info.meta, snapshot.name)
+        """Format of the rows, with the optimizer whose state they hold, and the step."""
+        self.num_rows = snapshot.info.rows if is_whole else sum(part.info.rows for part in snapshot.parts)
+        """Number of rows in `batches`, at most."""
+        self.nbytes = self.num_rows * self.rows.format.row_bytes
+        """Bytes of the rows, at most."""
+        self._stop = stop
+
+    def __repr__(self) -> str:
+        kind = "all rows" if self.is_whole else "changes"
+        return f"Changes({self.version.name!r}, {kind}, {self.num_rows} rows)"
+
+    def batches(
+        self, batch_size: int = 65536, *, tables: Sequence[int] | None = None, with_state: bool = False
+    ) -> Iterator[RowsOfFile]:
+        """Yield the rows of some tables, each once, in batches of at most `batch_size` rows: `table_N` int32, `id_N`
+        int64, `weight_ND` float32 or float16, and, if asked for, `state_NZ` float32.
+
+        Raises:
+            StorageError: files of the version are damaged, or the job has deleted the version meanwhile.
+        """
+        row_format = self.rows.format
+        for table_N, id_N, row_NW in self._scan(batch_size):
+            self.check_wanted()
+            if tables is not None:
+                kept = np.isin(table_N, tables)
+                table_N, id_N, row_NW = table_N[kept], id_N[kept], row_NW[kept]
+            if len(id_N):
+                state_NZ = state_of(row_format, row_NW) if with_state else None
+                yield RowsOfFile(table_N, id_N, weights_of(row_format, row_NW), state_NZ)
+
+    def gone(self, *, tables: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Keys of some tables that had a row in the version before and have none now: table_N int32, id_N int64. None
+        if the changes are all rows.
+
+        Raises:
+            StorageError: files of the version are damaged, or the job has deleted the version meanwhile.
+        """
+        if self.is_whole:
+            return np.empty(0, np.int32), np.empty(0, np.int64)
+        with ExitStack() as stack:
+            readers = self._open(stack)
+            arrays = [(reader.array(GONE) if GONE in reader.arrays else None, reader.info.name) for reader in readers]
+            table_N, id_N = (np.concatenate(keys) for keys in zip(*(gone_keys(*one) for one in arrays), strict=True))
+            if len(id_N):  # A key that a delta lists both as gone and as written is written.
+                written = HashIndex(Threads(1))
+                for reader in readers:
+                    for keys in reader.keys(lambda table_N, id_N: np.ones(len(id_N), np.bool_)):
+                        written.put(*keys, np.zeros(len(keys[1]), np.int64))
+                kept = written.find(table_N, id_N) < 0
+                if tables is not None:
+                    kept &= np.isin(table_N, tables)
+                table_N, id_N = table_N[kept], id_N[kept]
+        return table_N, id_N
+
+    def check_wanted(self) -> None:
+        """Raise StoppedError if nobody wants the changes any more, since the publisher is closed."""
+        if self._stop():
+            raise StoppedError
+
+    def without_state(self) -> SnapshotRows:
+        """Format of the rows without optimizer state and usage metadata."""
+        return SnapshotRows(replace(self.rows.format, optimizer=None, state=(), usage_words=0), 0)
+
+    def with_state(self) -> SnapshotRows:
+        """Format of the rows with optimizer state, without usage metadata."""
+        return replace(self.rows, format=replace(self.rows.format, usage_words=0))
+
+    def _scan(self, batch_size: int) -> _Words:
+        if self.is_whole:
+            with owned_rows(self.snapshot, 0, 1) as rows:
+                yield from rows.scan(batch_size)
+            return
+        with ExitStack() as stack:
+            for reader in self._open(stack):
+                yield from reader.scan(batch_size)
+
+    def _open(self, stack: ExitStack) -> list[SnapshotReader]:
+        return [stack.enter_context(open_part(part)) for part in self.snapshot.parts]

@@ -1,0 +1,123 @@
+"""Delivery of versions to one sink: in order, each until the sink shows it."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TypedDict
+
+from oneemb.sinks.changes import Changes, StoppedError
+from oneemb.sinks.sink import Sink
+from oneemb.sinks.version import PublishError, TableVersion
+from oneemb.sinks.versions import Versions
+from oneemb.storage.errors import StorageError
+
+_log = logging.getLogger("oneemb")
+
+_LOOKS = 4
+"""Looks for another version, one after the other, if the job deletes versions while they are read."""
+
+
+class SinkStats(TypedDict):
+    """Figures of a sink."""
+
+    version: str | None
+    """Name of the version that the sink shows; None = none, or not known yet."""
+    lag_s: float
+    """Age in seconds of the oldest version that the sink must still get; 0 = it shows the newest."""
+    backlog_versions: int
+    """Number of versions that the sink must still get."""
+    backlog_rows: int
+    """Rows of these versions, at most."""
+    backlog_bytes: int
+    """Bytes of these rows, at most."""
+    versions: int
+    """Versions that the sink has got from this publisher."""
+    rows: int
+    """Rows of these versions, at most."""
+    wholes: int
+    """Versions among them that were given as all rows."""
+    errors: int
+    """Calls that have failed."""
+    error: str | None
+    """Error of the last call; None = the call went well."""
+
+
+class Delivery:
+    """Gives one sink what it lacks. One call at a time, from any thread."""
+
+    def __init__(self, versions: Versions, sink: Sink, when_behind: str):
+        self.sink = sink
+        self._versions, self._when_behind = versions, when_behind
+        self._lock = threading.Lock()
+        self._shown: TableVersion | None = None
+        self._count = {"versions": 0, "rows": 0, "wholes": 0, "errors": 0}
+        self.error: Exception | None = None
+        """Error of the last call of `run`; None = the sink showed the newest version."""
+
+    def run(self, stop: Callable[[], bool]) -> None:
+        """Give the sink all versions that it lacks. An error is kept in `error`, and logged once."""
+        with self._lock:
+            try:
+                self._run(stop)
+                self.error = None
+            except StoppedError:
+                pass
+            except Exception as error:
+                self._count["errors"] += 1
+                if str(error) != str(self.error):
+                    _log.warning("%s is not up to date: %s: %s", self.sink.name, type(error).__name__, error)
+                self.error = error
+
+    def _run(self, stop: Callable[[], bool]) -> None:
+        looks = 0
+        while not stop() and (pending := self._pending(stop)):
+            changes = pending[0]
+            try:
+                self.sink.apply(changes)
+            except Exception as error:
+                # The job may have deleted the version while it was read; then there is a newer one.
+                gone = isinstance(error, StorageError) and not self._versions.has(changes.version)
+                looks += 1
+                if not gone or looks == _LOOKS:
+                    raise
+                continue
+            looks, self._shown = 0, self.sink.version()
+            if self._shown is None or self._shown.identity != changes.version.identity:
+                raise PublishError(
+                    f"{self.sink.name} must show {changes.version.name!r} (identity {changes.version.identity}) after"
+                    f" it was applied, it shows {self._shown}; see whether another publisher or program writes to it"
+                )
+            self._count["versions"] += 1
+            self._count["rows"] += changes.num_rows
+            self._count["wholes"] += changes.is_whole
+
+    def _pending(self, stop: Callable[[], bool]) -> list[Changes]:
+        self._shown = self.sink.version()
+        return self._versions.changes(
+            self._shown, wants_whole=self.sink.wants_whole, when_behind=self._when_behind, stop=stop
+        )
+
+    def backlog(self) -> list[Changes]:
+        """Versions that the sink lacks now, by the version that it was seen to show last. Empty if they are not
+        known, since the folder cannot be read."""
+        try:
+            return self._versions.changes(self._shown, wants_whole=False, when_behind="whole", stop=lambda: False)
+        except (StorageError, OSError):
+            return []  # `error` says so.
+
+    def stats(self) -> SinkStats:
+        """Figures of the sink."""
+        backlog, error, now = self.backlog(), self.error, time.time()
+        return {
+            "version": None if self._shown is None else self._shown.name,
+            "lag_s": max((now - changes.snapshot.info.created for changes in backlog), default=0.0),
+            "backlog_versions": len(backlog),
+            "backlog_rows": sum(changes.num_rows for changes in backlog),
+            "backlog_bytes": sum(changes.nbytes for changes in backlog),
+            "versions": self._count["versions"],
+            "rows": self._count["rows"],
+            "wholes": self._count["wholes"],
+            "errors": self._count["errors"],
+            "error": None if error is None else f"{type(error).__name__}: {error}",
+        }

@@ -1,0 +1,58 @@
+"""Lock for an object that many threads read at a time, and one changes in small steps."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Turns:
+    """Either any number of readers, or one writer. Readers that wait while a writer works come before the next writer,
+    and a writer that waits comes before readers that arrive later, so neither waits for long."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._reading = self._readers_waiting = self._writers_waiting = 0
+        self._readers_due = 0
+        self._writing = False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Block of a reader."""
+        with self._condition:
+            self._readers_waiting += 1
+            try:
+                self._condition.wait_for(self._may_read)
+                self._reading += 1
+            finally:
+                self._readers_waiting -= 1
+                self._readers_due = max(0, self._readers_due - 1)
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._reading -= 1
+                self._condition.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Block of a writer."""
+        with self._condition:
+            self._writers_waiting += 1
+            try:
+                self._condition.wait_for(self._may_write)
+                self._writing = True
+            finally:
+                self._writers_waiting -= 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._writing = False
+                self._readers_due = self._readers_waiting
+                self._condition.notify_all()
+
+    def _may_read(self) -> bool:
+        return not self._writing and (self._readers_due > 0 or not self._writers_waiting)
+
+    def _may_write(self) -> bool:
+        return not self._writing and not self._reading and not self._readers_due

@@ -1,0 +1,67 @@
+"""Version of a table that a sink shows, as the sink stores it beside the rows."""
+
+import json
+from typing import NamedTuple
+
+from oneemb.storage.errors import CorruptTableError, StorageError
+from oneemb.storage.fs import FileSystem, doing, read_file
+from oneemb.storage.new_files import replace_file
+from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
+
+
+class PublishError(StorageError):
+    """A sink does not have the newest version, or cannot get it. The message names the sink and says what to do."""
+
+
+class TableVersion(NamedTuple):
+    """A snapshot or delta of a table."""
+
+    name: str
+    """Name of the snapshot."""
+    identity: str
+    """Identity of the snapshot, which no other snapshot has."""
+    sequence: int
+    """Number that increases with each snapshot of the table."""
+    embedding: str
+    """Name of the embedding that saved the snapshot; "" if none did."""
+
+    @classmethod
+    def of(cls, snapshot: PartedSnapshot) -> "TableVersion":
+        """Version of a snapshot."""
+        info = snapshot.info
+        return cls(snapshot.name, info.identity, snapshot.sequence, (info.meta.get("embedding") or {}).get("name", ""))
+
+    @classmethod
+    def of_fields(cls, found: object, where: str) -> "TableVersion":
+        """Version in the dict that `_asdict` made. CorruptTableError, which names `where`, if it is no such dict."""
+        kinds = {"name": str, "identity": str, "sequence": int, "embedding": str}
+        if not isinstance(found, dict) or any(type(found.get(key)) is not kind for key, kind in kinds.items()):
+            raise CorruptTableError(
+                f"{where} must hold the version that a publisher has written, got {repr(found)[:100]}; restore it from"
+                " a copy, or remove it, and the sink gets all rows again"
+            )
+        return cls(*(found[key] for key in kinds))
+
+
+def load_json(text: str | bytes, where: str) -> object:
+    """Object in a JSON text. CorruptTableError, which names `where`, if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptTableError(
+            f"{where} must hold JSON that a publisher has written, got {repr(text)[:100]}: {error}; restore it from a"
+            " copy, or remove it, and the sink gets all rows again"
+        ) from error
+
+
+def read_json(fs: FileSystem, path: str) -> object:
+    """Object in a JSON file; None = there is no file. CorruptTableError if the file holds no JSON."""
+    data = read_file(fs, path)
+    return None if data is None else load_json(data, path)
+
+
+def write_json(fs: FileSystem, path: str, value: object) -> None:
+    """Replace a JSON file, durably and atomically."""
+    with doing("write", path):
+        replace_file(fs, path, json.dumps(value).encode())
+        fs.sync_directory(path.rpartition("/")[0])

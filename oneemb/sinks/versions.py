@@ -1,0 +1,104 @@
+"""Versions of a table in its folder: which of them a sink must still get, and in which form."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from oneemb.sinks.changes import Changes
+from oneemb.sinks.version import PublishError, TableVersion
+from oneemb.storage.bottom import EXPORTED
+from oneemb.storage.errors import OtherTableError
+from oneemb.storage.snapshots.snapshot_parts import FoundParts, PartedSnapshot, folders_at, look_at
+
+_OLD_S = 2.0
+"""Age of the last change of a folder from which an unchanged time of the folder means unchanged files."""
+
+
+class Versions:
+    """Snapshots and deltas in the folders of a table, as a job saves and deletes them. Several threads may call it.
+
+    Args:
+        paths: folders of the table.
+        target: name of the snapshot to publish; None = the newest.
+    """
+
+    def __init__(self, paths: Sequence[str], target: str | None = None):
+        self.paths = list(paths)
+        self.target = target
+        self._lock = threading.Lock()
+        self._found: FoundParts | None = None
+        self._seen: object = None
+
+    def look(self) -> FoundParts:
+        """Parts of snapshots in the folders. Files are read again only if a folder has changed."""
+        with self._lock:
+            seen, changed = self._times()
+            if self._found is None or self._seen != seen or time.time() - changed < _OLD_S:
+                self._found, self._seen = look_at(self.paths), seen
+            return self._found
+
+    def _times(self) -> tuple[object, float]:
+        folders = [f"{folder}/snapshots" for folder in folders_at(self.paths)]
+        times = [(folder, os.stat(folder).st_mtime_ns) for folder in folders]
+        return times, max((ns for _, ns in times), default=0) / 1e9
+
+    def has(self, version: TableVersion) -> bool:
+        """Whether the snapshot of a version, and all its ancestors, are still there."""
+        found = look_at(self.paths)
+        broken = found.broken()
+        return any(one.info.identity == version.identity for one in found.snapshots() if one.name not in broken)
+
+    def newest(self) -> PartedSnapshot | None:
+        """The newest snapshot, or the one that is the target; None = there is none yet.
+
+        Raises:
+            SnapshotNotFoundError: there is no target, or an ancestor is missing or was replaced.
+            CorruptTableError: the snapshot cannot be read.
+        """
+        found = self.look()
+        if self.target is not None:
+            return found.get(self.target)
+        names = [one.name for one in found.snapshots() if not one.name.startswith(EXPORTED)]
+        return found.get(names[-1]) if names else None
+
+    def changes(
+        self, shown: TableVersion | None, *, wants_whole: bool, when_behind: str, stop: Callable[[], bool]
+    ) -> list[Changes]:
+        """Changes that a sink must get, in order.
+
+        Args:
+            shown: the version that the sink shows; None = none.
+            wants_whole: whether the sink wants all rows in place of deltas.
+            when_behind: "whole" = all rows of the newest version if the deltas since `shown` are not there; "error" =
+                PublishError.
+            stop: passed to `Changes`.
+
+        Raises:
+            PublishError: the deltas since `shown` are not there, and `when_behind` is "error".
+            OtherTableError: the sink shows a version of another embedding.
+            StorageError: as `newest`.
+        """
+        newest = self.newest()
+        if newest is None:
+            return []
+        if shown is None:
+            return [Changes(newest, True, stop)]
+        version = TableVersion.of(newest)
+        if version.embedding != shown.embedding:
+            raise OtherTableError(
+                f"the sink must show versions of embedding {version.embedding!r} in {', '.join(self.paths)}, it shows"
+                f" {shown.name!r} of embedding {shown.embedding!r}; give the sink another place"
+            )
+        if version.identity == shown.identity:
+            return []
+        links = [*newest.before, newest]
+        known = [link.info.identity for link in links]
+        if shown.identity in known and not wants_whole:
+            return [Changes(link, False, stop) for link in links[known.index(shown.identity) + 1 :]]
+        if when_behind == "error" and not wants_whole:
+            raise PublishError(
+                f"the sink shows {shown.name!r} (identity {shown.identity}), and {', '.join(self.paths)} has no deltas"
+                f' from there to {version.name!r}; publish with when_behind="whole" to give the sink all rows'
+            )
+        return [Changes(newest, True, stop)]
