@@ -13,7 +13,6 @@ Invariants:
 - the manifest is replaced, atomically, after the files that it names are durable.
 """
 
-import io
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -28,12 +27,13 @@ from oneemb.sinks.folder_lock import FolderLock
 from oneemb.sinks.turns import Turns
 from oneemb.sinks.version import TableVersion, read_json, write_json
 from oneemb.storage.errors import CorruptTableError, StorageError
-from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path, doing, read_file
+from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path, doing
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.new_files import new_files
 
 _ADDED = 1024
 """Vectors that are added while searches wait."""
+_READ_BYTES = 1 << 20
 
 
 class FaissView(NamedTuple):
@@ -307,28 +307,26 @@ class FaissSink:
     def _load(self, entry: dict[str, Any]) -> FaissView:
         version = TableVersion.of_fields(entry["version"], self._path)
         index_path, ids_path = (f"{self._folder}/{entry[key]}" for key in ("index", "ids"))
+        # Sums first: FAISS may crash on bytes that it has not written.
+        for path, expected in ((index_path, entry["index_sum"]), (ids_path, entry["ids_sum"])):
+            with doing("read", path), open(path, "rb") as file:
+                found = 0
+                while data := file.read(_READ_BYTES):
+                    found = zlib.crc32(data, found)
+            if found != expected:
+                raise CorruptTableError(
+                    f"{path} must have CRC-32 {expected:08x}, as it was written, it has {found:08x}; restore it from a"
+                    f" copy, or remove {self._path}, and the index is built anew"
+                )
         with doing("read", index_path), open(index_path, "rb") as file:
-            summed = _Summed(file)
-            try:
-                index, problem = self._faiss.read_index(self._faiss.PyCallbackIOReader(summed.read)), ""
-            except (RuntimeError, ValueError) as error:
-                index, problem = None, str(error)
-        data = read_file(self._fs, ids_path) or b""
-        try:
-            stream = io.BytesIO(data)
-            id_P, live_P = np.load(stream, allow_pickle=False), np.load(stream, allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            problem = str(error)
-        if problem or (summed.sum, zlib.crc32(data)) != (entry["index_sum"], entry["ids_sum"]):
-            raise CorruptTableError(
-                f"{index_path} and {ids_path} must have the bytes that were written{problem and f', got: {problem}'};"
-                f" remove {self._path}, and the index is built anew"
-            )
+            index = self._faiss.read_index(self._faiss.PyCallbackIOReader(file.read))
+        with doing("read", ids_path), open(ids_path, "rb") as file:
+            id_P, live_P = np.load(file, allow_pickle=False), np.load(file, allow_pickle=False)
         return FaissView.of(version, index, id_P, live_P)
 
 
 class _Summed:
-    """A file with the CRC-32 of all bytes that were read or written."""
+    """A new file with the CRC-32 of all bytes that were written."""
 
     def __init__(self, file: IO[bytes]):
         self._file, self.sum = file, 0
@@ -336,8 +334,3 @@ class _Summed:
     def write(self, data: Any) -> int:
         self.sum = zlib.crc32(data, self.sum)
         return self._file.write(data)
-
-    def read(self, size: int = -1) -> bytes:
-        data = self._file.read(size)
-        self.sum = zlib.crc32(data, self.sum)
-        return data

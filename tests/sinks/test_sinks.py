@@ -1,84 +1,22 @@
 """Each sink shows each version of a job, whatever is saved, deleted, rolled back or restarted between."""
 
-import functools
+import os
+import shutil
 
 import pytest
-import torch
 
 import oneemb
-from oneemb.storage.errors import OtherTableError, SnapshotNotFoundError
-from tests.support.published import (
-    PREFIX,
-    Job,
-    read_faiss,
-    read_files,
-    read_function,
-    read_redis,
-    read_served,
-    read_table,
-    redis_client,
-)
+from oneemb.storage.errors import OtherTableError
+from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.table.snapshot_file import SnapshotFiles
+from tests.support.published import KINDS, Job, Place, publishing
 from tests.support.redis_process import redis_process
-from tests.support.thread_ranks import run_ranks
-
-KINDS = ["function", "redis", "redis in pieces", "parquet", "safetensors", "served", "table", "faiss"]
 
 
 @pytest.fixture(scope="module")
 def redis_server(tmp_path_factory):
     with redis_process(tmp_path_factory.mktemp("redis"), appendfsync="no") as process:
         yield process
-
-
-class Place:
-    """A sink's place: `make` opens a sink on it, `read` gives (version, rows) as a user reads them."""
-
-    def __init__(self, kind, folder, redis_server):
-        self.kind = kind
-        if kind == "function":
-            items = {"version": None, "rows": {}}
-            self.make = functools.partial(oneemb.sinks.Function, functools.partial(take, items), folder / "position")
-            self.read = functools.partial(read_function, items)
-        elif kind.startswith("redis"):
-            client = redis_client(redis_server)
-            client.flushall()
-            url = f"redis://127.0.0.1:{redis_server.port}?prefix={PREFIX}"
-            self.make = functools.partial(oneemb.sinks.Redis, url, atomic_bytes=0 if "pieces" in kind else 1 << 20)
-            self.read = functools.partial(read_redis, client)
-        elif kind in ("parquet", "safetensors"):
-            self.make = functools.partial(oneemb.sinks.Files, folder / kind, kind, merge_share=100.0)
-            self.read = functools.partial(read_files, folder / kind, kind)
-        elif kind == "served":
-            self.make = functools.partial(oneemb.sinks.ServedFile, folder / "served" / "file")
-            self.read = functools.partial(read_served, folder / "served" / "file")
-        elif kind == "table":
-            self.make = functools.partial(oneemb.sinks.Table, folder / "table")
-            self.read = functools.partial(read_table, folder / "table")
-        else:
-            make = functools.partial(oneemb.sinks.Faiss, folder / "faiss", "Flat", table=1, inner_product=False)
-            self.make = make
-            self.read = lambda: read_faiss(make(), 1)
-
-    def check(self, job, name):
-        """Whether the sink shows the rows of a version of a job."""
-        rows = job.rows[name]
-        if self.kind == "faiss":
-            rows = {key: row for key, row in rows.items() if key[0] == 1}
-        shown = self.read()
-        assert shown[0] == name
-        assert shown[1] == rows
-
-
-def take(items, changes):
-    """A function for `oneemb.publish` that holds the rows in a dict."""
-    rows = {} if changes.is_whole else dict(items["rows"])
-    table_N, id_N = changes.gone()
-    for key in zip(table_N.tolist(), id_N.tolist(), strict=True):
-        rows.pop(key, None)
-    for batch in changes.batches(7):
-        for table, id, row in zip(batch.table_N.tolist(), batch.id_N.tolist(), batch.weight_ND, strict=True):
-            rows[table, id] = row.tobytes()
-    items.update(version=changes.version.name, rows=rows)
 
 
 @pytest.fixture(params=KINDS)
@@ -91,10 +29,6 @@ def job(tmp_path):
     job = Job(tmp_path / "job")
     yield job
     job.close()
-
-
-def publishing(job, *sinks, **options):
-    return oneemb.publish(job.folder, sinks, **{"seconds": 1000.0} | options)
 
 
 def test_a_sink_shows_each_version_in_order_and_goes_on_after_a_restart(place, job):
@@ -170,29 +104,26 @@ def test_a_job_that_goes_on_from_an_older_version_is_followed(place, job):
         place.check(job, "v2")
 
 
-def test_a_missing_parent_or_a_strangers_delta_is_an_error(place, job):
+def test_a_missing_parent_or_a_strangers_delta_is_an_error(place, job, tmp_path):
     for n in range(3):
         job.save(f"v{n}")
     with publishing(job, place.make(), version="v0"):
         pass
-    snapshots = job.embedding.store_options.persistent_path[0] + "/snapshots"
-    other = Job(job.folder + ".other")
+    other = Job(tmp_path / "other")
     for n in range(2):
         other.save(f"v{n}")
     other.close()
-    import os
-    import shutil
-
-    os.rename(f"{snapshots}/v1", f"{job.folder}/v1")
-    for parent in (None, f"{other.folder}/snapshots/v1"):
+    its, others = (SnapshotFiles(LocalFileSystem(), f"{one.folder}/snapshots").path("v1") for one in (job, other))
+    os.rename(its, tmp_path / "kept")
+    for parent in (None, others):
         if parent:
-            shutil.copy(parent, f"{snapshots}/v1")
+            shutil.copy(parent, its)
         publisher = publishing(job, place.make())
         with pytest.raises(oneemb.PublishError, match=r"'v2' is a delta since 'v1' .* not there, or has been replaced"):
             publisher.flush()
         publisher.close()
         place.check(job, "v0")
-    os.replace(f"{job.folder}/v1", f"{snapshots}/v1")
+    os.replace(tmp_path / "kept", its)
     with publishing(job, place.make()):
         pass
     place.check(job, "v2")

@@ -3,6 +3,7 @@
 The oracle of a version is a dict {(table, id): bytes of the float32 weights}, taken from the embedding as it is saved.
 """
 
+import functools
 import json
 
 import numpy as np
@@ -10,8 +11,12 @@ import redis
 import torch
 
 import oneemb
+from oneemb.kernels.threads import Threads
+from oneemb.storage.serving.served_file import ServedFile
+from oneemb.storage.table.snapshot_reader import read_snapshot_info
 
 DIM, PREFIX = 4, "sink"
+KINDS = ["function", "redis", "redis in pieces", "parquet", "safetensors", "served", "table", "faiss"]
 
 
 class Job:
@@ -56,6 +61,64 @@ def rows_of(embedding):
         for ids in [embedding.ids(table=table)]
         for id, row in zip(ids.tolist(), embedding.read(ids, torch.tensor(table)), strict=True)
     }
+
+
+# ---- sinks --------------------------------------------------------------------------------------------------------
+
+
+def publishing(job, *sinks, **options):
+    return oneemb.publish(job.folder, sinks, **{"seconds": 1000.0} | options)
+
+
+class Place:
+    """A sink's place: `make` opens a sink on it, `read` gives (version, rows) as a user reads them."""
+
+    def __init__(self, kind, folder, redis_server):
+        self.kind = kind
+        if kind == "function":
+            items = {"version": None, "rows": {}}
+            self.make = functools.partial(oneemb.sinks.Function, functools.partial(take, items), folder / "position")
+            self.read = functools.partial(read_function, items)
+        elif kind.startswith("redis"):
+            client = redis.Redis(port=redis_server.port)
+            client.flushall()
+            url = f"redis://127.0.0.1:{redis_server.port}?prefix={PREFIX}"
+            self.make = functools.partial(oneemb.sinks.Redis, url, atomic_bytes=0 if "pieces" in kind else 1 << 20)
+            self.read = functools.partial(read_redis, client)
+        elif kind in ("parquet", "safetensors"):
+            self.make = functools.partial(oneemb.sinks.Files, folder / kind, kind, merge_share=100.0)
+            self.read = functools.partial(read_files, folder / kind, kind)
+        elif kind == "served":
+            self.make = functools.partial(oneemb.sinks.ServedFile, folder / "served" / "file")
+            self.read = functools.partial(read_served, folder / "served" / "file")
+        elif kind == "table":
+            self.make = functools.partial(oneemb.sinks.Table, folder / "table")
+            self.read = functools.partial(read_table, folder / "table")
+        else:
+            make = functools.partial(oneemb.sinks.Faiss, folder / "faiss", "Flat", table=1, inner_product=False)
+            self.make = make
+            self.read = lambda: read_faiss(make(), 1)
+
+    def check(self, job, name):
+        """Whether the sink shows the rows of a version of a job."""
+        rows = job.rows[name]
+        if self.kind == "faiss":
+            rows = {key: row for key, row in rows.items() if key[0] == 1}
+        shown = self.read()
+        assert shown[0] == name
+        assert shown[1] == rows
+
+
+def take(items, changes):
+    """A function for `oneemb.publish` that holds the rows in a dict."""
+    rows = {} if changes.is_whole else dict(items["rows"])
+    table_N, id_N = changes.gone()
+    for key in zip(table_N.tolist(), id_N.tolist(), strict=True):
+        rows.pop(key, None)
+    for batch in changes.batches(7):
+        for table, id, row in zip(batch.table_N.tolist(), batch.id_N.tolist(), batch.weight_ND, strict=True):
+            rows[table, id] = row.tobytes()
+    items.update(version=changes.version.name, rows=rows)
 
 
 # ---- sinks as their users read them ----------------------------------------------------------------------------------
@@ -130,27 +193,18 @@ def _columns(path, format):
 def read_served(path):
     if not path.exists():
         return None, {}
+    file = ServedFile(path, threads=Threads(1))
+    file.verify()
+    table_N, id_N, _ = file.keys()
     with oneemb.InferenceEmbedding.open(path) as served:
-        return served.version.name, rows_of_served(served)
-
-
-def rows_of_served(served):
-    tables, ids, rows = [], [], {}
-    for table in range(2):
-        for id in range(-40, 40):
-            tables.append(table)
-            ids.append(id)
-    its = torch.tensor(ids)
-    found, values = served.contains(its, torch.tensor(tables)), served(its, torch.tensor(tables))
-    for table, id, there, row in zip(tables, ids, found.tolist(), values, strict=True):
-        if there:
-            rows[table, id] = row.detach().float().numpy().tobytes()
-    return rows
+        values = served(torch.as_tensor(id_N), torch.as_tensor(table_N)).numpy()
+        rows = {
+            (table, id): row.tobytes() for table, id, row in zip(table_N.tolist(), id_N.tolist(), values, strict=True)
+        }
+        return served.version.name, rows
 
 
 def read_table(folder):
-    from oneemb.storage.table.snapshot_reader import read_snapshot_info
-
     try:
         newest = read_snapshot_info(folder)[-1].name
     except (oneemb.StorageError, IndexError):
@@ -173,7 +227,3 @@ def read_faiss(sink, table):
     assert len(found) == len(set(found))
     places = {int(view.id_P[place]): place for place in np.flatnonzero(view.live_P)}
     return version.name, {(table, id): view.index.reconstruct(int(places[id])).tobytes() for id in found}
-
-
-def redis_client(process):
-    return redis.Redis(port=process.port)
