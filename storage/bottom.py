@@ -26,6 +26,12 @@ from oneemb.storage.tiers.stack import StorePlan
 EXPORTED = "rows-on-their-way-to-a-file-"
 """Prefix of the names of temporary snapshots: each holds the rows of an embedding while they are written to a file."""
 
+RESCUED = "rows-before-a-relayout-"
+"""Prefix of the names of snapshots that hold rows while their width changes."""
+
+NOT_SAVED = (EXPORTED, RESCUED)
+"""Prefixes of the names of snapshots that no user has saved: they are neither served nor published as the newest."""
+
 
 class Bottom(Protocol):
     """Opens the store at the bottom. Reads the store's snapshots without opening it."""

@@ -24,7 +24,7 @@ import numpy as np
 from oneemb.kernels.backend import Backend
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.threads import Threads, close_when_dropped
-from oneemb.storage.bottom import Bottom
+from oneemb.storage.bottom import RESCUED, Bottom
 from oneemb.storage.errors import StorageError, StoreFullError
 from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.policies.row_policy import RowPolicy
@@ -58,7 +58,7 @@ UsageOf = Callable[..., np.ndarray]
 def _rescue_name() -> str:
     """Name of a snapshot that holds rows while their width changes. The name is unique: a process that was killed
     during such a change leaves its snapshot behind."""
-    return f"rows-before-a-relayout-{uuid.uuid4().hex[:8]}"
+    return f"{RESCUED}{uuid.uuid4().hex[:8]}"
 
 
 class TieredRows:

@@ -18,6 +18,7 @@ from oneemb.cli.check import check, compact
 from oneemb.cli.inspect import inspect
 from oneemb.cli.objects import pull, push, stored
 from oneemb.cli.plan import plan_command
+from oneemb.cli.publish import publish_command
 from oneemb.cli.quantize import quantize_command
 from oneemb.cli.rows import export_command, import_command
 from oneemb.cli.salvage import salvage
@@ -79,5 +80,6 @@ def oneemb(context: click.Context) -> None:
 for _command in (
     inspect, check, snapshot, backup, salvage, push, pull, stored, compact, merge_deltas_command, reshard_command,
     export_command, import_command, quantize_command, plan_command, warmup_command,
+    publish_command,
 ):  # fmt: skip
     oneemb.add_command(_command)

@@ -17,7 +17,7 @@ import numpy as np
 from oneemb.kernels.threads import Threads
 from oneemb.rows.values import weights_of
 from oneemb.serving.stored_rows import StoredCopy
-from oneemb.storage.bottom import EXPORTED
+from oneemb.storage.bottom import NOT_SAVED
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing, path_text
 from oneemb.storage.objects.object_store import ObjectStore
@@ -138,7 +138,7 @@ def is_gone(paths: Sequence[str], served: Version) -> bool:
 
 def _newest(paths: Sequence[str]) -> PartedSnapshot:
     found = look_at(paths)
-    names = [one.name for one in found.snapshots() if not one.name.startswith(EXPORTED)]
+    names = [one.name for one in found.snapshots() if not one.name.startswith(NOT_SAVED)]
     if not names:
         raise SnapshotNotFoundError(f"no snapshot in {', '.join(paths)}; save one first")
     return found.get(names[-1])

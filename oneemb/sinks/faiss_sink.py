@@ -275,7 +275,7 @@ class FaissSink:
         if self._folder is None:
             return
         stem = f"{view.version.sequence:012d}-{view.version.identity}"
-        entry = {"version": view.version._asdict(), "index": f"{stem}.faiss", "ids": f"{stem}.ids"}
+        entry = {"version": view.version.to_fields(), "index": f"{stem}.faiss", "ids": f"{stem}.ids"}
         others = [one for one in self._manifest() if one["index"] != entry["index"]]
         with doing("write an index in", self._folder):
             with new_files(f"{self._folder}/{entry['index']}", f"{self._folder}/{entry['ids']}") as files:

@@ -90,7 +90,7 @@ class FileSink:
                 self._write_gone(table_N, id_N, gone)
             self._fs.sync_directory(self._folder)
         entry = {
-            "version": changes.version._asdict(), "whole": changes.is_whole, "rows": rows,
+            "version": changes.version.to_fields(), "whole": changes.is_whole, "rows": rows,
             "gone": gone if len(id_N) else None, "num_rows": num_rows, "num_gone": len(id_N),
         }  # fmt: skip
         versions, former = [*manifest["versions"], entry], manifest["former"]

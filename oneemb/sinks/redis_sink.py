@@ -84,7 +84,7 @@ class RedisSink:
         with _server_errors(self.name):
             client = self._connected()
             before = client.get(self._key)
-            done = json.dumps({"version": changes.version._asdict()}).encode()
+            done = json.dumps({"version": changes.version.to_fields()}).encode()
             index = HashIndex(Threads(1)) if changes.is_whole else None
             size = changes.num_rows * (_KEY_BYTES + 4 * changes.rows.format.storage_dim)
             if size <= self._atomic_bytes:
@@ -146,7 +146,7 @@ class RedisSink:
         return after
 
     def _unfinished(self, changes: Changes, piece: int) -> bytes:
-        return json.dumps({"version": None, "writing": changes.version._asdict(), "piece": piece}).encode()
+        return json.dumps({"version": None, "writing": changes.version.to_fields(), "piece": piece}).encode()
 
     def _pieces(self, changes: Changes, index: HashIndex | None) -> Iterator[_Pairs]:
         """Keys and values of the rows, in pieces. Puts the rows' keys into `index`, if there is one."""

@@ -18,10 +18,14 @@ class Sink(Protocol):
       the same changes, or with all rows of any version, makes up for it.
     """
 
-    name: str
-    """Name of the sink in figures and errors, without passwords."""
-    wants_whole: bool
-    """Whether the sink wants all rows the next time, in place of deltas."""
+    @property
+    def name(self) -> str:
+        """Name of the sink in figures and errors, without passwords."""
+
+    @property
+    def wants_whole(self) -> bool:
+        """Whether the sink wants all rows the next time, in place of deltas."""
+        ...
 
     def version(self) -> TableVersion | None:
         """The version that the sink shows; None = none."""
@@ -66,7 +70,7 @@ class FunctionSink:
             return
         with doing("make the folder of", self._path):
             self._fs.make_directories(os.path.dirname(self._path))
-        write_json(self._fs, self._path, changes.version._asdict())
+        write_json(self._fs, self._path, changes.version.to_fields())
 
     def close(self) -> None:
         """Do nothing: nothing is open."""

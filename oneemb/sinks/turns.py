@@ -10,7 +10,7 @@ class Turns:
     and a writer that waits comes before readers that arrive later, so neither waits for long."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
+        self._monitor = threading.Condition()
         self._reading = self._readers_waiting = self._writers_waiting = 0
         self._readers_due = 0
         self._writing = False
@@ -18,10 +18,10 @@ class Turns:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Block of a reader."""
-        with self._condition:
+        with self._monitor:
             self._readers_waiting += 1
             try:
-                self._condition.wait_for(self._may_read)
+                self._monitor.wait_for(self._may_read)
                 self._reading += 1
             finally:
                 self._readers_waiting -= 1
@@ -29,27 +29,27 @@ class Turns:
         try:
             yield
         finally:
-            with self._condition:
+            with self._monitor:
                 self._reading -= 1
-                self._condition.notify_all()
+                self._monitor.notify_all()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Block of a writer."""
-        with self._condition:
+        with self._monitor:
             self._writers_waiting += 1
             try:
-                self._condition.wait_for(self._may_write)
+                self._monitor.wait_for(self._may_write)
                 self._writing = True
             finally:
                 self._writers_waiting -= 1
         try:
             yield
         finally:
-            with self._condition:
+            with self._monitor:
                 self._writing = False
                 self._readers_due = self._readers_waiting
-                self._condition.notify_all()
+                self._monitor.notify_all()
 
     def _may_read(self) -> bool:
         return not self._writing and (self._readers_due > 0 or not self._writers_waiting)

@@ -1,7 +1,7 @@
 """Version of a table that a sink shows, as the sink stores it beside the rows."""
 
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import FileSystem, doing, read_file
@@ -31,9 +31,13 @@ class TableVersion(NamedTuple):
         info = snapshot.info
         return cls(snapshot.name, info.identity, snapshot.sequence, (info.meta.get("embedding") or {}).get("name", ""))
 
+    def to_fields(self) -> dict[str, Any]:
+        """The version as a dict that JSON can hold."""
+        return self._asdict()
+
     @classmethod
     def of_fields(cls, found: object, where: str) -> "TableVersion":
-        """Version in the dict that `_asdict` made. CorruptTableError, which names `where`, if it is no such dict."""
+        """Version in the dict that `to_fields` made. CorruptTableError, which names `where`, if it is no such dict."""
         kinds = {"name": str, "identity": str, "sequence": int, "embedding": str}
         if not isinstance(found, dict) or any(type(found.get(key)) is not kind for key, kind in kinds.items()):
             raise CorruptTableError(

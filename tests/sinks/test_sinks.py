@@ -1,15 +1,18 @@
 """Each sink shows each version of a job, whatever is saved, deleted, rolled back or restarted between."""
 
+import json
 import os
 import shutil
 
 import pytest
+from click.testing import CliRunner
 
 import oneemb
+from oneemb.cli.commands import oneemb as command
 from oneemb.storage.errors import OtherTableError
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.table.snapshot_file import SnapshotFiles
-from tests.support.published import KINDS, Job, Place, publishing
+from tests.support.published import DIM, KINDS, PREFIX, Job, Place, publishing
 from tests.support.redis_process import redis_process
 
 
@@ -142,3 +145,58 @@ def test_a_sink_of_another_embedding_is_refused(place, job, tmp_path):
     publisher.close()
     other.close()
     place.check(job, "v0")
+
+
+def test_a_snapshot_that_no_user_has_saved_is_neither_published_nor_served(job):
+    job.save("v0")
+    job.embedding.store.snapshots.save("rows-before-a-relayout-0", {})
+    job.embedding.store.snapshots.save("rows-on-their-way-to-a-file-0", {})
+    seen = []
+    with publishing(job, lambda changes: seen.append(changes.version.name)):
+        pass
+    assert seen == ["v0"]
+    with oneemb.InferenceEmbedding.open(job.folder) as served:
+        assert served.version.name == "v0"
+
+
+def train_on_ranks(group, path):
+    """Rows that this rank owns at each of three versions."""
+    job, states = Job(path, group, save_rows=False), []
+    for n in range(3):
+        job.save(f"v{n}")
+        rows = {}
+        for table_N, id_N, row_NW in job.embedding.store.rows.rows():
+            for table, id, row in zip(table_N.tolist(), id_N.tolist(), row_NW, strict=True):
+                rows[table, id] = row[:DIM].tobytes()
+        states.append(rows)
+    job.close()
+    return states
+
+
+def test_rows_of_any_number_of_ranks_are_published(tmp_path, rank_pool, redis_server):
+    of_ranks = rank_pool(2, train_on_ranks, str(tmp_path / "job"))
+    place = Place("redis", tmp_path, redis_server)
+    for n in range(3):
+        with oneemb.publish(tmp_path / "job", [place.make()], version=f"v{n}") as publisher:
+            publisher.flush()
+            assert publisher.stats().popitem()[1]["wholes"] == (n == 0)
+        assert place.read() == (f"v{n}", of_ranks[0][n] | of_ranks[1][n])
+
+
+def test_the_command_publishes_to_sinks_of_each_kind(job, tmp_path, redis_server):
+    job.save("v0")
+    job.save("v1")
+    kinds = {kind: Place(kind, tmp_path / "sinks", redis_server) for kind in ("parquet", "served", "table", "redis")}
+    targets = {
+        "parquet": f"parquet:{tmp_path}/sinks/parquet", "served": f"served:{tmp_path}/sinks/served/file",
+        "table": f"table:{tmp_path}/sinks/table", "redis": f"redis://127.0.0.1:{redis_server.port}?prefix={PREFIX}",
+    }  # fmt: skip
+    arguments = [word for target in targets.values() for word in ("--to", target)]
+    done = CliRunner().invoke(command, ["publish", job.folder, *arguments, "--once", "--json"])
+    assert done.exit_code == 0, done.output
+    assert {stats["version"] for stats in json.loads(done.stdout)["sinks"].values()} == {"v1"}
+    for place in kinds.values():
+        place.check(job, "v1")
+    for wrong in ("nothing", "box:there"):
+        done = CliRunner().invoke(command, ["publish", job.folder, "--to", wrong, "--once"])
+        assert done.exit_code == 2 and "--to" in done.stderr

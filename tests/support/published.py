@@ -22,10 +22,11 @@ KINDS = ["function", "redis", "redis in pieces", "parquet", "safetensors", "serv
 class Job:
     """An embedding of two tables whose ids come and vanish. `rows`: {name of a version: its rows}."""
 
-    def __init__(self, folder, group=None, dtype=torch.float32, name="items"):
-        self.folder, self.rows, self._drawn, self.saved = str(folder), {}, np.random.default_rng(1), []
+    def __init__(self, folder, group=None, name="items", save_rows=True):
+        self.folder, self.rows, self._drawn = str(folder), {}, np.random.default_rng(1)
+        self._saves_rows = save_rows
         self.embedding = oneemb.MultiTableEmbedding(
-            name, DIM, dtype, torch.int64, [oneemb.make_table()] * 2,
+            name, DIM, torch.float32, torch.int64, [oneemb.make_table()] * 2,
             oneemb.make_device_mem_store_options(self.folder, physical_block_size=512),
             oneemb.make_uniform_initializer(-1.0, 1.0), process_group=group,
         )  # fmt: skip
@@ -47,8 +48,8 @@ class Job:
             self.embedding.save_snapshot(name)
         else:
             self.embedding.save_delta(name, since)
-        self.rows[name] = rows_of(self.embedding)
-        self.saved.append(name)
+        if self._saves_rows:
+            self.rows[name] = rows_of(self.embedding)
 
     def close(self):
         self.embedding.close()
