@@ -30,15 +30,18 @@ from contextlib import ExitStack, suppress
 from typing import NamedTuple, TypeVar, cast
 
 from oneemb.checkpoints.checkpoint_snapshots import (
+    DELTAS_MAX,
     CheckpointFile,
     Embeddings,
     Snapshots,
     check_keep,
     delete_snapshots,
+    enter_parents,
     existing_snapshots,
     name_of_save,
     new_snapshots,
     save_snapshots,
+    without_parents,
 )
 from oneemb.checkpoints.graph_state import (
     LoadedKeys,
@@ -78,14 +81,17 @@ _SAVING, _IN_PLACE = ".saving", "in place\n"
 
 
 def save_checkpoint(
-    graph: CompiledGraph, train: TrainState, path: str, keep: int | None, keep_deltas: bool = True
+    graph: CompiledGraph, train: TrainState, path: str, keep: int | None, keep_deltas: bool = True, delta: bool = False
 ) -> int:
     """Save a checkpoint; see `TrainGraph.save`. Returns the number of earlier saves whose snapshots are kept; 0 on
     ranks after the first."""
-    check_flags(keep_deltas=keep_deltas)
+    check_flags(keep_deltas=keep_deltas, delta=delta)
     ranks, what = _ranks_of(graph), f"save {path!r}, keep={keep}{'' if keep_deltas else ', keep_deltas=False'}"
+    what += ", delta" * delta
     save = save_stored if is_url(path) else _save
-    kept = _together(graph, ranks, "save", what, lambda: save(graph, train, path, keep, keep_deltas, ranks, what))
+    kept = _together(
+        graph, ranks, "save", what, lambda: save(graph, train, path, keep, keep_deltas, delta, ranks, what)
+    )
     return kept if ranks.first else 0
 
 
@@ -236,8 +242,9 @@ class _Plan(NamedTuple):
 
 
 def _save(
-    graph: CompiledGraph, train: TrainState, path: str, keep: int | None, keep_deltas: bool, ranks: AnyRanks, what: str
-) -> int:
+    graph: CompiledGraph, train: TrainState, path: str, keep: int | None, keep_deltas: bool, delta: bool,
+    ranks: AnyRanks, what: str,
+) -> int:  # fmt: skip
     path = os.path.realpath(os.path.expanduser(path))  # If the path is a link, its target is replaced.
     embeddings = named_embeddings(graph)
 
@@ -261,6 +268,8 @@ def _save(
     with doing("write the checkpoint", path):
         for intent_path in plan.left:
             _undo(intent_path, embeddings, ranks, what)
+        if delta and plan.earlier:
+            enter_parents(embeddings, made, plan.earlier[0], DELTAS_MAX, ranks, what)
         with Intent(path, made, embeddings, ranks, what) as intent:
             save_snapshots(embeddings, made)
             others = others_of(graph, ranks, what)
@@ -273,7 +282,7 @@ def _save(
             ranks.by_first(f"{what}: the file", write)
     folder = os.path.dirname(path)
     ranks.by_first(f"{what}: its folder", lambda: LocalFileSystem().sync_directory(folder))
-    for snapshots in superfluous:
+    for snapshots in without_parents(superfluous, [made, *kept]):
         delete_snapshots(embeddings, snapshots, () if keep_deltas else [*kept, made])
     return len(kept)
 

@@ -8,10 +8,17 @@ from types import MappingProxyType
 from oneemb.checkpoints.graph_state import State
 from oneemb.checkpoints.named_snapshot import SnapshotName
 from oneemb.embeddings.embedding import TableEmbedding
+from oneemb.graph.ranks import AnyRanks
 from oneemb.storage.errors import SnapshotNeededError
 from oneemb.training.train_state import TrainState
 
 _PREFIX = "checkpoint-"
+
+DELTAS_MAX = 128
+"""Largest number of deltas after a whole snapshot in a folder."""
+
+STORED_DELTAS_MAX = 16
+"""Largest number of deltas after a whole snapshot in an object store, which a save asks about each of them."""
 
 Embeddings = Mapping[str, TableEmbedding]
 Snapshots = dict[str, SnapshotName]
@@ -45,6 +52,30 @@ def new_snapshots(embeddings: Embeddings, changed: Mapping[str, bool], snapshot:
     }
 
 
+def enter_parents(embeddings: Embeddings, made: Snapshots, newest: Snapshots, deltas_max: int, ranks: AnyRanks,
+                  what: str) -> None:  # fmt: skip
+    """Enter the parents of the snapshots `made` that are to be deltas. All ranks make the call together.
+
+    Args:
+        newest: snapshots of the checkpoint that the save replaces, the parents.
+        deltas_max: largest number of deltas after a whole snapshot.
+    """
+    parents = {name: one for name, one in newest.items() if name in made and one["oneemb_snapshot"] is not None}
+
+    def look() -> dict[str, bool]:
+        return {
+            name: embeddings[name].store.snapshots.may_go_on(
+                str(one["oneemb_snapshot"]), one["oneemb_identity"], deltas_max
+            )
+            for name, one in parents.items()
+        }
+
+    of_all = ranks.all_gather(f"{what}: its parents", look)
+    for name, one in parents.items():
+        if made[name]["oneemb_snapshot"] is not None and all(may_go_on[name] for may_go_on in of_all):
+            made[name]["oneemb_since"] = str(one["oneemb_snapshot"])
+
+
 def save_snapshots(
     embeddings: Embeddings, made: Snapshots, sequences: Mapping[str, int] = MappingProxyType({})
 ) -> None:
@@ -55,8 +86,24 @@ def save_snapshots(
         if snapshot is not None:
             # `embedding.save_snapshot` would make state_dict() name this snapshot.
             made[name]["oneemb_identity"] = embedding.rank_snapshots.save(
-                snapshot, embedding.description(), sequence=sequences.get(name, 0)
-            )
+                snapshot, embedding.description(), since=made[name].get("oneemb_since"),
+                sequence=sequences.get(name, 0),
+            )  # fmt: skip
+
+
+def without_parents(superfluous: Sequence[Snapshots], kept: Sequence[Snapshots]) -> list[Snapshots]:
+    """The superfluous snapshots that no kept one needs as an ancestor.
+
+    Args:
+        superfluous, kept: snapshots of saves, newest first; the kept ones are newer.
+    """
+    needed = {(name, one.get("oneemb_since")) for snapshots in kept for name, one in snapshots.items()}
+    found: list[Snapshots] = []
+    for snapshots in superfluous:
+        parents = {name: one for name, one in snapshots.items() if (name, one["oneemb_snapshot"]) in needed}
+        needed |= {(name, one.get("oneemb_since")) for name, one in parents.items()}
+        found.append({name: one for name, one in snapshots.items() if name not in parents})
+    return [snapshots for snapshots in found if any(one["oneemb_snapshot"] for one in snapshots.values())]
 
 
 def existing_snapshots(embeddings: Embeddings, of_saves: Sequence[Snapshots]) -> list[list[str]]:

@@ -21,6 +21,8 @@ class SnapshotName(TypedDict):
     """Name of the snapshot; None = there are no rows."""
     oneemb_identity: NotRequired[str | None]
     """Identity of the snapshot, since names repeat between folders and runs."""
+    oneemb_since: NotRequired[str]
+    """Name of the parent, in a checkpoint whose snapshot is a delta."""
     oneemb_table: NotRequired[list[Any]]
     """[number, name] of a table, in a state dict with one entry for each table of an embedding."""
 

@@ -43,6 +43,7 @@ def _names_a_snapshot(value: Any) -> bool:
         isinstance(value, Mapping)
         and isinstance(value.get("oneemb_snapshot", 0), kinds)
         and isinstance(value.get("oneemb_identity"), kinds)
+        and isinstance(value.get("oneemb_since"), kinds)
     )
 
 

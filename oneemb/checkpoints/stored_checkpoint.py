@@ -18,20 +18,23 @@ Invariants:
 
 import errno
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, cast
 from urllib.parse import quote
 
 from oneemb.checkpoints.checkpoint_snapshots import (
+    STORED_DELTAS_MAX,
     CheckpointFile,
     Embeddings,
     Snapshots,
     check_keep,
     delete_snapshots,
+    enter_parents,
     name_of_save,
     new_snapshots,
     save_snapshots,
+    without_parents,
 )
 from oneemb.checkpoints.graph_state import State, check_between_updates, load_state, others_of, state_of
 from oneemb.checkpoints.named_snapshot import SnapshotName
@@ -129,12 +132,14 @@ class StoredCheckpoint:
             return False
         return snapshot["oneemb_identity"] in (None, identity)
 
-    def forget(self, snapshots: Snapshots, kept: list[Snapshots] | None = None) -> None:
-        """Delete snapshots from the store; `kept` as for `forget_stored`, for each embedding."""
-        for name, snapshot in snapshots.items():
-            if self.has(name, snapshot):
-                names = None if kept is None else {str(one[name]["oneemb_snapshot"]) for one in kept if name in one}
-                forget_stored(self.rows_of(name), str(snapshot["oneemb_snapshot"]), names)
+    def forget(self, of_saves: Sequence[Snapshots], kept: list[Snapshots] | None = None) -> None:
+        """Delete the snapshots of saves, newest first, from the store; `kept` as for `forget_stored`, for each
+        embedding."""
+        for name in dict.fromkeys(name for snapshots in of_saves for name in snapshots):
+            found = [one[name] for one in of_saves if name in one and self.has(name, one[name])]
+            names = None if kept is None else {str(one[name]["oneemb_snapshot"]) for one in kept if name in one}
+            if found:
+                forget_stored(self.rows_of(name), [str(one["oneemb_snapshot"]) for one in found], names)
 
     def clean(self, embeddings: Iterable[str], *, thorough: bool = False) -> None:
         """Remove objects that no snapshot needs. While a push of a user runs, they stay until a later save."""
@@ -166,8 +171,9 @@ class _Plan(NamedTuple):
 
 
 def save_stored(
-    graph: CompiledGraph, train: TrainState, url: str, keep: int | None, keep_deltas: bool, ranks: AnyRanks, what: str
-) -> int:
+    graph: CompiledGraph, train: TrainState, url: str, keep: int | None, keep_deltas: bool, delta: bool,
+    ranks: AnyRanks, what: str,
+) -> int:  # fmt: skip
     """Save a checkpoint to an object store. Returns the number of earlier saves whose snapshots are kept."""
     embeddings, opened = named_embeddings(graph), list[StoredCheckpoint]()
 
@@ -184,6 +190,8 @@ def save_stored(
     made = new_snapshots(embeddings, changed, plan.snapshot)
     if plan.left is not None:
         _remove_save(stored, plan.left, embeddings, ranks, what)
+    if delta and plan.earlier:
+        enter_parents(embeddings, made, plan.earlier[0], STORED_DELTAS_MAX, ranks, what)
     ranks.by_first(f"{what}: the intent", lambda: stored.put_intent(made))
     with _removed_on_error(stored, made, embeddings, ranks, what):
         save_snapshots(embeddings, made, plan.sequences)
@@ -205,15 +213,17 @@ def save_stored(
         stored.remove_intent()
 
     ranks.by_first(f"{what}: the checkpoint", write)
-    for snapshots in plan.named:  # The store has them. The newest one stays here, for a quick start and for deltas.
+    # The store has all others. The newest one stays here, with its parents, for a quick start and for deltas.
+    for snapshots in without_parents(plan.named, [made]):
         delete_snapshots(embeddings, snapshots, () if keep_deltas else [made])
     kept, superfluous = (plan.earlier, []) if keep is None else (plan.earlier[: keep - 1], plan.earlier[keep - 1 :])
 
+    superfluous = without_parents(superfluous, [made, *kept])
+
     def remove() -> None:
         try:
-            for snapshots in superfluous:
-                stored.forget(snapshots, None if keep_deltas else [*kept, made])
             if superfluous:
+                stored.forget(superfluous, None if keep_deltas else [*kept, made])
                 stored.clean(embeddings)
         except (StorageError, OSError) as error:
             warn_user(f"{url} is saved, but older snapshots could not be removed; the next save tries again: {error}")
@@ -227,7 +237,11 @@ def _plan(stored: StoredCheckpoint, snapshot: str, embeddings: Iterable[str]) ->
     if left is not None:
         names = {(name, one["oneemb_snapshot"]) for snapshots in named for name, one in snapshots.items()}
         left = {name: one for name, one in left.items() if (name, one["oneemb_snapshot"]) not in names}
-    earlier = [snapshots for snapshots in named if any(stored.has(name, one) for name, one in snapshots.items())]
+    there = {name: set(names_in(stored.rows_of(name))) for snapshots in named for name in snapshots}
+    earlier = [
+        snapshots for snapshots in named
+        if any(one["oneemb_snapshot"] in there[name] and stored.has(name, one) for name, one in snapshots.items())
+    ]  # fmt: skip
     newest = {name: newest_in(stored.rows_of(name)) for name in embeddings}
     return _Plan(named, earlier, left, snapshot, {name: one[2] + 1 for name, one in newest.items() if one is not None})
 
@@ -265,7 +279,7 @@ def _remove_save(stored: StoredCheckpoint, made: Snapshots, embeddings: Embeddin
     delete_snapshots(embeddings, made)
 
     def remove() -> None:
-        stored.forget(made)
+        stored.forget([made])
         stored.clean(embeddings, thorough=True)
         stored.remove_intent()
 
@@ -311,4 +325,4 @@ def delete_stored_after(embeddings: Embeddings, state: State, url: str) -> None:
         last = order.get(str(snapshot["oneemb_snapshot"]), -1)
         for one in sorted(order, key=lambda one: -order[one]):
             if order[one] > last:
-                forget_stored(store, one)
+                forget_stored(store, [one])

@@ -322,7 +322,9 @@ class TrainGraph(CompiledGraph):
         state.scaled_by = None
         call("advance", ops.advance, state.optimizers, state.lr_schedulers, go)
 
-    def save(self, path: AnyPath, *, keep: int | None = None, keep_deltas: bool = True) -> None:
+    def save(
+        self, path: AnyPath, *, delta: bool = False, keep: int | None = None, keep_deltas: bool = True
+    ) -> None:  # fmt: skip
         """Save a checkpoint: everything on which the next step depends, completely or not at all.
 
         The file at `path` holds dense parameters and buffers, the states of optimizers, schedulers and GradScalers (of
@@ -341,10 +343,15 @@ class TrainGraph(CompiledGraph):
             path: the file, whose folder must exist; all ranks give the same path, but only the first uses it. Or the
                 URL of an object, such as `s3://bucket/job/checkpoint.pt`: each rank uploads what the store lacks of its
                 rows, and the folders keep only the newest snapshot of these saves.
+            delta: if True, save of each embedding only what has changed since the last save to this path, as a delta
+                of that save's snapshot. The snapshot is whole instead if a delta cannot be made (the first save, a load
+                of another checkpoint or by another number of ranks, another form of rows), if it would be the 129th
+                delta in a row (the 17th in an object store), or if the deltas since the last whole snapshot have more
+                than half as many rows as the embedding.
             keep: number of saves to this path whose snapshots are kept, including this one. Older snapshots are deleted
-                when the file is in place, except parents of deltas; a copy of the file that names a deleted snapshot
-                cannot be loaded any more. None = keep all snapshots until `delete_snapshot`; each takes disk space for
-                rows that only this snapshot holds.
+                when the file is in place, except those that the kept ones, or deltas of the user, go on from; a copy of
+                the file that names a deleted snapshot cannot be loaded any more. None = keep all snapshots until
+                `delete_snapshot`; each takes disk space for rows that only this snapshot holds.
             keep_deltas: whether to keep older snapshots that have deltas. If False, such a snapshot and all its deltas
                 are deleted once every delta is older than the kept snapshots.
 
@@ -360,7 +367,7 @@ class TrainGraph(CompiledGraph):
                 is there and its name in the folder could not be made durable.
         """
         path = file_path(path, "the file to write")
-        kept = save_checkpoint(self, self._train_state, path, keep, keep_deltas)
+        kept = save_checkpoint(self, self._train_state, path, keep, keep_deltas, delta)
         if kept >= _MANY_SNAPSHOTS and kept & (kept - 1) == 0:
             warnings.warn(
                 f"{kept} snapshots of earlier checkpoints at {path} are kept, since copies of the file may name"

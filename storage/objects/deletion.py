@@ -6,7 +6,7 @@ Invariants:
 - no object that a running push counts on is removed (marks.py).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -59,10 +59,17 @@ def delete_stored(url: str, name: str, *, options: dict[str, Any] | None = None)
             remove_part(store, other, identity, shard)
 
 
-def forget_stored(store: ObjectStore, name: str, kept: Collection[str] | None = None) -> None:
-    """End a snapshot, if it is there and not the parent of deltas; `clean_parts` removes its parts and objects. With
-    `kept`, a parent goes together with all deltas since it, unless one of these is newer than a snapshot of `kept`."""
+def forget_stored(store: ObjectStore, names: Iterable[str], kept: Collection[str] | None = None) -> None:
+    """End snapshots, deltas before their parents, if they are there and not the parents of further deltas;
+    `clean_parts` removes their parts and objects. With `kept`, a parent goes together with all deltas since it, unless
+    one of these is newer than a snapshot of `kept`."""
     parents = _parents_in(store)
+    for name in names:
+        _forget(store, name, kept, parents)
+
+
+def _forget(store: ObjectStore, name: str, kept: Collection[str] | None, parents: dict[str, str]) -> None:
+    """Do as `forget_stored` for one snapshot. `parents`: result of `_parents_in`, without what is forgotten."""
     deltas = [child for child, parent in parents.items() if parent == name]
     for delta in deltas:
         deltas += [child for child, parent in parents.items() if parent == delta and child not in deltas]
@@ -76,6 +83,7 @@ def forget_stored(store: ObjectStore, name: str, kept: Collection[str] | None = 
         with suppress(SnapshotNotFoundError):
             current_of(store, one)
             remove_current(store, one)
+        parents.pop(one, None)
 
 
 def clean_store(

@@ -19,7 +19,7 @@ from oneemb.storage.errors import SnapshotNeededError, StorageError
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.replicas import Replicas
 from oneemb.storage.row_store import Places
-from oneemb.storage.table.delta import Delta, deltas_since, gone_array, in_chain_text, number_of
+from oneemb.storage.table.delta import Delta, chain_of, deltas_since, gone_array, in_chain_text, number_of
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiered_rows import TieredRows
 
@@ -120,6 +120,10 @@ class Journal:
         if all(info.identity != point.info.identity for info in self._rows.snapshots()):
             raise StorageError(f"snapshot {since!r} is not there any more; save a whole snapshot")
         return point
+
+    def chain(self, since: str) -> list[SnapshotInfo]:
+        """Descriptions of the table's snapshots from a whole one to snapshot `since`. Raises as `parent`."""
+        return chain_of(self.parent(since, keep_evicted=False).info, self._rows.snapshots, lambda info: info)
 
     def delta(self, since: str, rows: int, keep_evicted: bool) -> tuple[Places, np.ndarray, Delta]:
         """Contents of a delta since this snapshot. StorageError if the snapshot is not known, or has been deleted.

@@ -104,6 +104,18 @@ class StoreSnapshots(StorePart):
         with self.store_lock:
             return self._journal.parent(since, keep_evicted).info.identity
 
+    def may_go_on(self, since: str, identity: str | None, deltas_max: int) -> bool:
+        """Whether a chain should go on from snapshot `since` by a delta: the snapshot has this identity and a delta
+        since it can be saved, and the chain has neither `deltas_max` deltas nor deltas with more than half as many rows
+        as the store."""
+        with self.store_lock:
+            try:
+                _, *deltas = chain = self._journal.chain(since)
+            except StorageError:
+                return False
+            rows = sum(info.rows for info in deltas)
+            return chain[-1].identity == identity and len(deltas) < deltas_max and 2 * rows <= len(self.rows)
+
     @property
     def are_current(self) -> bool:
         """Whether a snapshot has all rows as they are now. Call it under the store lock."""
