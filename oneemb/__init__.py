@@ -49,6 +49,7 @@ _MODULES = {
     "checkpoints.folders": ("release",),
     "serving.inference": ("InferenceEmbedding",),
     "serving.model": ("ModelVersion", "ServedModel", "serve_model"),
+    "training.save_every": ("SaveEvery",),
     "training.train_graph": ("TrainGraph",),
 }
 _WHERE = {name: f"oneemb.{module}" for module, names in _MODULES.items() for name in names}

@@ -86,6 +86,7 @@ from oneemb.storage.remote.parameter_server import (
 from oneemb.storage.table.snapshot_file import RenameUncertainError as RenameUncertainError
 from oneemb.training.compiled_graph import EvalGraph as EvalGraph, GraphConfig as GraphConfig
 from oneemb.training.eager import Optimizer as Optimizer
+from oneemb.training.save_every import SaveEvery as SaveEvery
 from oneemb.training.train_graph import TrainGraph as TrainGraph
 
 __version__: str

@@ -86,7 +86,7 @@ def save_checkpoint(
     """Save a checkpoint; see `TrainGraph.save`. Returns the number of earlier saves whose snapshots are kept; 0 on
     ranks after the first."""
     check_flags(keep_deltas=keep_deltas, delta=delta)
-    ranks, what = _ranks_of(graph), f"save {path!r}, keep={keep}{'' if keep_deltas else ', keep_deltas=False'}"
+    ranks, what = ranks_of_graph(graph), f"save {path!r}, keep={keep}{'' if keep_deltas else ', keep_deltas=False'}"
     what += ", delta" * delta
     save = save_stored if is_url(path) else _save
     kept = _together(
@@ -101,7 +101,7 @@ def load_checkpoint(
     """Load a checkpoint; see `TrainGraph.load`."""
     _check_strict(strict)
     check_flags(delete_newer=delete_newer)
-    ranks, what = _ranks_of(graph), f"load {path!r}{'' if strict else ', strict=False'}"
+    ranks, what = ranks_of_graph(graph), f"load {path!r}{'' if strict else ', strict=False'}"
     what += ", delete_newer" * delete_newer
 
     def load() -> LoadedKeys:
@@ -132,7 +132,7 @@ def _together(graph: CompiledGraph, ranks: AnyRanks, verb: str, what: str, call:
     return together(ranks, [embedding.store for embedding in embeddings_of(graph).values()], verb, what, run)
 
 
-def _ranks_of(graph: CompiledGraph) -> AnyRanks:
+def ranks_of_graph(graph: CompiledGraph) -> AnyRanks:
     """The ranks of a graph's embeddings; ValueError if embeddings have different process groups."""
     embeddings = list(embeddings_of(graph).values())
     ranks = {one.ranks.group: one.ranks for one in embeddings}
@@ -166,7 +166,7 @@ class GraphState:
     def __init__(self, graph: CompiledGraph, train: TrainState, strict: bool = True):
         _check_strict(strict)
         self._graph, self._train, self._strict = graph, train, strict
-        self._ranks = _ranks_of(graph)
+        self._ranks = ranks_of_graph(graph)
         self.loaded: LoadedKeys | None = None
         """Result of the last `load_state_dict`; `dcp.load` does not return it."""
 

@@ -9,7 +9,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -38,6 +38,19 @@ LOOKAHEAD = 16
 
 # Called when a step has acquired its rows, so that one more batch may be prepared.
 OnAcquired = Callable[[], None]
+
+
+class Saves(Protocol):
+    """Object that saves a graph between the steps of a loop, such as a `SaveEvery`."""
+
+    @property
+    def graph(self) -> object: ...
+
+    def __call__(self, result: Any) -> object:
+        """Save if a save is due. `result`: result of the step."""
+
+    def finish(self) -> object:
+        """Save at the end of the loader."""
 
 
 class Loop(Generator[Any, None, None]):
@@ -113,7 +126,9 @@ class LoaderLoops(GraphViews):
         """Whether lookups may insert rows and get gradients."""
         return False
 
-    def run(self, loader: Iterable[Any], prefetch_depth: int = 1, lookahead: int = LOOKAHEAD) -> "Loop":
+    def run(
+        self, loader: Iterable[Any], prefetch_depth: int = 1, lookahead: int = LOOKAHEAD, save: Saves | None = None
+    ) -> "Loop":  # fmt: skip
         """Call the graph for each batch of a loader, while a thread loads and prepares coming batches.
 
         `for loss in graph.run(loader): ...` computes the same bits as `for batch in loader: loss = graph(*batch)`.
@@ -144,13 +159,15 @@ class LoaderLoops(GraphViews):
                 their ids alone: a cache over a disk or a server then evicts last the rows that come soonest, and reads
                 fewer rows. 0 = none. It has no effect with other stores, with ranks, once the process uses CUDA, or if
                 no batch is prepared ahead.
+            save: an `oneemb.SaveEvery` of this graph. It is called after the body of the loop, and once more when the
+                loader has ended. None = the loop saves nothing.
 
         Returns:
             A generator of the results of `build`, one for each batch, with the length of the loader if it has one.
 
         Raises:
             TypeError: `loader` is not iterable.
-            ValueError: prefetch_depth or lookahead is not an int of at least 0.
+            ValueError: prefetch_depth or lookahead is not an int of at least 0; or `save` saves another graph.
             RuntimeError: a call raised StopIteration, which would end the loop as if there were no more batches.
             An error of the loader, at the batch that it did not yield, with its traceback; an error of a call.
         """
@@ -162,6 +179,8 @@ class LoaderLoops(GraphViews):
                 f"loader must yield batches, as a torch DataLoader or a list of batches does, got"
                 f" {type(loader).__name__} {loader!r:.100}"
             )
+        if save is not None and getattr(save, "graph", None) is not self:
+            raise ValueError(f"save must be an oneemb.SaveEvery of this graph, got {type(save).__name__} {save!r:.100}")
         if self._surrounds_step():
             prefetch_depth = 0
         ranks = self._ranks()
@@ -171,14 +190,14 @@ class LoaderLoops(GraphViews):
         stop = loader.stop if isinstance(loader, Loader) else lambda: None
         if ranks.alone:
             batches = self._read(position.read(loader), lookahead)
-            return Loop(self._loop(batches, prefetch_depth, ranks, position, stop), loader)
+            return Loop(_saving(self._loop(batches, prefetch_depth, ranks, position, stop), save), loader)
         together: list[Together] = []
         try:
             with whole_exchange():  # An interrupt waits until it can be reported to the ranks, which start the loop.
                 ahead = self._connect(ranks)
                 left = functools.partial(self._connections.append, (ranks.group, ahead))
                 together.append(Together(ahead, position.read(loader), left))
-            return Loop(self._loop(together[0], prefetch_depth, ahead, position, stop), loader)
+            return Loop(_saving(self._loop(together[0], prefetch_depth, ahead, position, stop), save), loader)
         except BaseException:
             for one in together:
                 one.leave()
@@ -377,6 +396,19 @@ class LoaderLoops(GraphViews):
 
     def _in_step(self, batch: Batch, step: Callable[[], Any]) -> Any:
         return in_step([embedding.store.step_lock for embedding in batch.embeddings.values()], step)
+
+
+def _saving(steps: Generator[Any, None, None], save: Saves | None) -> Generator[Any, None, None]:
+    """The steps of a loop, with saves between them."""
+    return steps if save is None else _steps_and_saves(steps, save)
+
+
+def _steps_and_saves(steps: Generator[Any, None, None], save: Saves) -> Generator[Any, None, None]:
+    with contextlib.closing(steps):
+        for result in steps:
+            yield result
+            save(result)
+        save.finish()
 
 
 def _bytes_of(prepared: Prepared) -> int:

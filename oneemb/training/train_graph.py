@@ -111,6 +111,11 @@ class TrainGraph(CompiledGraph):
     def steps(self, steps: int) -> None:
         self._train_state.steps = steps
 
+    @property
+    def waiting_batches(self) -> int:
+        """Number of micro-batches whose gradients wait for an update. Meanwhile no checkpoint can be saved."""
+        return self._train_state.micro_batches
+
     def add_optimizer(
         self,
         optimizer: torch.optim.Optimizer,
