@@ -151,7 +151,7 @@ class TrainGraph(CompiledGraph):
             )
         if any(optimizer in (joined, joined.optimizer) for joined in self._train_state.optimizers):
             raise ValueError(f"this {type(optimizer).__name__} was added before; it would step twice at each update")
-        self._refuse_foreign_embeddings(optimizer)
+        _refuse_foreign_embeddings(self, optimizer)
         if isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ValueError("ReduceLROnPlateau needs a metric; step it yourself after each evaluation")
         if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
@@ -175,27 +175,6 @@ class TrainGraph(CompiledGraph):
             return super()._apply(fn, recurse)
         finally:
             self._train_state.move_dense_states()
-
-    def _refuse_foreign_embeddings(self, optimizer: torch.optim.Optimizer) -> None:
-        registered = {id(parameter) for parameter in self.parameters()}
-        unregistered = {
-            id(weight): embedding
-            for _, module in unregistered_modules(self)
-            for embedding in embeddings_of(module).values()
-            for weight in embedding.weights
-        }
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            embedding = embedding_of(parameter)
-            if embedding is None or id(parameter) in registered:
-                continue
-            if id(parameter) in unregistered:
-                reason = not_registered(self, unregistered[id(parameter)])
-            else:
-                reason = (
-                    f"embedding {embedding.name!r} is no part of {type(self).__name__}, which would not update its"
-                    f" rows; {REGISTER}"
-                )
-            raise ValueError(f"{type(optimizer).__name__} holds the weight of an embedding: {reason}")
 
     def set_grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         """Scale every loss with a torch.amp.GradScaler before its backward pass; None = stop scaling.
@@ -327,9 +306,7 @@ class TrainGraph(CompiledGraph):
         state.scaled_by = None
         call("advance", ops.advance, state.optimizers, state.lr_schedulers, go)
 
-    def save(
-        self, path: AnyPath, *, delta: bool = False, keep: int | None = None, keep_deltas: bool = True
-    ) -> None:  # fmt: skip
+    def save(self, path: AnyPath, *, delta: bool = False, keep: int | None = None, keep_deltas: bool = True) -> None:
         """Save a checkpoint: everything on which the next step depends, completely or not at all.
 
         The file at `path` holds dense parameters and buffers, the states of optimizers, schedulers and GradScalers (of
@@ -348,11 +325,10 @@ class TrainGraph(CompiledGraph):
             path: the file, whose folder must exist; all ranks give the same path, but only the first uses it. Or the
                 URL of an object, such as `s3://bucket/job/checkpoint.pt`: each rank uploads what the store lacks of its
                 rows, and the folders keep only the newest snapshot of these saves.
-            delta: if True, save of each embedding only what has changed since the last save to this path, as a delta
-                of that save's snapshot. The snapshot is whole instead if a delta cannot be made (the first save, a load
-                of another checkpoint or by another number of ranks, another form of rows), if it would be the 129th
-                delta in a row (the 17th in an object store), or if the deltas since the last whole snapshot have more
-                than half as many rows as the embedding.
+            delta: if True, save only the rows that have changed since the last save to this path, as a delta of its
+                snapshot. The snapshot is whole instead if this is the first save, or the first after a load of another
+                checkpoint or by another number of ranks; after 128 deltas (16 in an object store); or if the deltas
+                have more than half as many rows as the embedding.
             keep: number of saves to this path whose snapshots are kept, including this one. Older snapshots are deleted
                 when the file is in place, except those that the kept ones, or deltas of the user, go on from; a copy of
                 the file that names a deleted snapshot cannot be loaded any more. None = keep all snapshots until
@@ -462,6 +438,29 @@ def _check_scaler(scaler: object) -> None:
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         got = f"{type(scaler).__name__} {scaler!r:.100}"
         raise TypeError(f"scaler must be a torch.amp.GradScaler, or None to stop scaling, got {got}")
+
+
+def _refuse_foreign_embeddings(graph: TrainGraph, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if the optimizer holds the weight of an embedding that is not in the graph."""
+    registered = {id(parameter) for parameter in graph.parameters()}
+    unregistered = {
+        id(weight): embedding
+        for _, module in unregistered_modules(graph)
+        for embedding in embeddings_of(module).values()
+        for weight in embedding.weights
+    }
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        embedding = embedding_of(parameter)
+        if embedding is None or id(parameter) in registered:
+            continue
+        if id(parameter) in unregistered:
+            reason = not_registered(graph, unregistered[id(parameter)])
+        else:
+            reason = (
+                f"embedding {embedding.name!r} is no part of {type(graph).__name__}, which would not update its"
+                f" rows; {REGISTER}"
+            )
+        raise ValueError(f"{type(optimizer).__name__} holds the weight of an embedding: {reason}")
 
 
 def _check_types(optimizer: object, lr_scheduler: object, clip_grad_norm: object) -> None:
