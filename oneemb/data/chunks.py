@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from oneemb.data.columns import Chunk, Column, Convert, cut
+from oneemb.data.columns import Chunk, Column, Convert, Kinds, cut
 from oneemb.data.source import DataSource, Piece, Position
 
 _END: Any = object()
@@ -42,12 +42,13 @@ class ChunkReader:
 
     Args:
         columns: names of the columns that are read.
+        kinds: kinds that the columns have had so far.
         executor: threads that convert pieces; None = the calling thread converts them.
         ahead: number of pieces that are read ahead for the threads.
     """
 
     def __init__(
-        self, source: DataSource, position: Position, columns: Sequence[str], convert: Convert,
+        self, source: DataSource, position: Position, columns: Sequence[str], convert: Convert, kinds: Kinds,
         executor: Executor | None, ahead: int,
     ):  # fmt: skip
         self.position = position
@@ -55,7 +56,7 @@ class ChunkReader:
         self.ended = False
         """Whether the source has ended and all its rows are taken."""
         self._pieces: Any = source.read(position, columns)
-        self._convert, self._executor, self._ahead = convert, executor, ahead
+        self._convert, self._kinds, self._executor, self._ahead = convert, kinds, executor, ahead
         self._coming: deque[Chunk | Future[Chunk]] = deque()
         self._chunk: Chunk | None = None
         self._row = 0
@@ -68,8 +69,10 @@ class ChunkReader:
             if not self._coming:
                 self.ended = self._has_read_all
                 return None
-            chunk = self._coming.popleft()
-            self._chunk, self._row = chunk.result() if isinstance(chunk, Future) else chunk, 0
+            coming = self._coming.popleft()
+            chunk = coming.result() if isinstance(coming, Future) else coming
+            self._kinds.check(chunk)
+            self._chunk, self._row = chunk, 0
         begin, end = self._row, min(self._row + rows_max, len(self._chunk.bad_N))
         self._row, self.position = end, self._chunk.piece.at(end)
         return RowRange(self._chunk, begin, end)

@@ -1,7 +1,8 @@
 """Columns of a batch, made of Arrow columns by whole-column kernels. N rows, T columns, X elements of lists."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,13 +11,16 @@ import torch
 from oneemb.data.source import BadRowError, Piece
 from oneemb.hashing import hash_ids
 
+_64_BITS = (1 << 64) - 1
+
 
 class Ids:
     """Ids, int64 [B, T], one of each column: integers are ids, strings and bytes are hashed as by `oneemb.hash_ids`.
 
     Args:
         columns: names of T columns. A tuple of names is one column: the cross of its columns, hashed.
-        missing: value that takes the place of a missing one. None = a row without a value is a bad row.
+        missing: value that takes the place of a missing one: an integer, or for columns of strings a string. None = a
+            row without a value is a bad row.
 
     Example:
         >>> import oneemb
@@ -27,6 +31,11 @@ class Ids:
     def __init__(self, *columns: str | tuple[str, ...], missing: str | int | None = None):
         self.columns = tuple((column,) if isinstance(column, str) else tuple(column) for column in columns)
         self.names = _names(self, [name for column in self.columns for name in column])
+        if missing is not None and (
+            isinstance(missing, bool) or not isinstance(missing, str | Integral)
+            or isinstance(missing, Integral) and not -(1 << 63) <= missing < 1 << 64
+        ):  # fmt: skip
+            raise ValueError(f"missing must be a string, an integer of 64 bits or None, got {missing!r}")
         self.missing = missing
 
 
@@ -40,6 +49,8 @@ class Numbers:
     """
 
     def __init__(self, *columns: str, missing: float | None = None):
+        if missing is not None and not (isinstance(missing, Real) and abs(missing) <= np.finfo(np.float32).max):
+            raise ValueError(f"missing must be a finite number of float32 or None, got {missing!r}")
         self.names, self.missing = _names(self, columns), missing
 
 
@@ -47,7 +58,8 @@ class Lists:
     """Bags of T columns of lists for a lookup with `offsets`: (values [X], offsets int64 [B * T + 1]).
 
     Bag p holds values[offsets[p]:offsets[p + 1]], and belongs to sample p // T and column p % T. Values are int64 ids
-    of integers, strings and bytes, or float32. In a column without lists each value is a bag.
+    of integers, strings and bytes; or float32, if the columns hold floats. In a column without lists each value is a
+    list.
 
     Args:
         columns: names of T columns.
@@ -100,9 +112,12 @@ class Chunk:
 
     columns: dict[str, list[Column]]
     piece: Piece
+    """The piece without its rows, so that a window holds no Arrow columns."""
     flaws: list[tuple[np.ndarray, str]]
     """(mask [N] of bad rows, what is wrong with them)."""
     bad_N: np.ndarray
+    kinds: dict[str, str]
+    """{column: kind of its values} of columns of ids and lists whose values are not all missing."""
 
     def error(self, row: int) -> BadRowError:
         """Error about a bad row."""
@@ -136,7 +151,39 @@ def convert(piece: Piece, specs: Mapping[str, Spec]) -> Chunk:
     bad_N = np.zeros(reader.rows, np.bool_)
     for mask_N, _ in reader.flaws:
         bad_N |= mask_N
-    return Chunk(columns, piece, reader.flaws, bad_N)
+    return Chunk(columns, replace(piece, rows=None), reader.flaws, bad_N, reader.kinds)
+
+
+_INTEGERS, _STRINGS, _FLOATS = "integers", "strings", "floats"
+
+
+class Kinds:
+    """Kinds of values that the columns of a loader have had.
+
+    Invariant: a column of ids has one kind, since an integer and its text are different ids; the columns of one `Lists`
+    have either ids or floats.
+    """
+
+    def __init__(self, specs: Mapping[str, Spec]):
+        self._lists = [spec.names for spec in specs.values() if isinstance(spec, Lists)]
+        self._seen: dict[str, tuple[str, str]] = {}
+
+    def check(self, chunk: Chunk) -> None:
+        """Raise BadRowError if a column of a chunk has another kind than before."""
+        for name, kind in chunk.kinds.items():
+            had, where = self._seen.setdefault(name, (kind, chunk.piece.place(0)))
+            if had != kind:
+                raise BadRowError(
+                    f"{chunk.piece.place(0)}: column {name!r} must hold {had}, as at {where}, and holds {kind}; write"
+                    " all rows with one type"
+                )
+        for names in self._lists:
+            kinds = {name: self._seen[name][0] for name in names if name in self._seen}
+            if len({kind == _FLOATS for kind in kinds.values()}) > 1:
+                raise BadRowError(
+                    f"{chunk.piece.place(0)}: the columns of one Lists must all hold ids, or all floats, and hold"
+                    f" {', '.join(f'{kind} ({name!r})' for name, kind in kinds.items())}; give them a Lists each"
+                )
 
 
 class _Reader:
@@ -148,6 +195,7 @@ class _Reader:
 
         self._pa, self._pc, self._piece, self.rows = pa, pc, piece, len(piece.rows)
         self.flaws: list[tuple[np.ndarray, str]] = []
+        self.kinds: dict[str, str] = {}
 
     def flaw(self, bad_N: np.ndarray, text: str) -> None:
         """Note bad rows."""
@@ -155,46 +203,45 @@ class _Reader:
             self.flaws.append((bad_N, text))
 
     def _array(self, name: str) -> Any:
-        """Array of a column, without chunks and without nulls in a dictionary."""
+        """Array of a column, without chunks."""
         names = self._piece.rows.schema.names
         if names.count(name) != 1:
-            has = f"it has {', '.join(names)}" if name not in names else "it has several"
+            has = f"it has {', '.join(map(repr, names))}" if name not in names else "it has several"
             raise BadRowError(f"{self._piece.place(0)}: there must be one column {name!r}; {has}")
         array = self._piece.rows.column(name)
         if isinstance(array, self._pa.ChunkedArray):
             array = array.combine_chunks()
         if isinstance(array, self._pa.ChunkedArray):  # no chunks: older versions leave it so
             array = self._pa.concat_arrays(array.chunks) if array.num_chunks else self._pa.array([], array.type)
-        if self._pa.types.is_dictionary(array.type):
+        return self._plain(array)
+
+    def _plain(self, array: Any) -> Any:
+        """Array whose nulls are counted, in a dictionary of strings or none, and of types that all kernels take."""
+        types = self._pa.types
+        if types.is_dictionary(array.type):
             values = array.dictionary
-            if values.null_count or self._pa.types.is_integer(values.type):
+            if array.null_count or values.null_count or not self._is_string(values.type):
                 array = array.dictionary_decode()
-        return array
+        is_view = getattr(types, "is_string_view", lambda _: False), getattr(types, "is_binary_view", lambda _: False)
+        return array.cast(self._pa.large_binary()) if any(is_kind(array.type) for is_kind in is_view) else array
 
-    def _wrong(self, name: str, what: str, array: Any) -> BadRowError:
-        return BadRowError(f"{self._piece.place(0)}: column {name!r} must hold {what}, got {array.type}")
+    def _is_string(self, of: Any) -> bool:
+        types = self._pa.types
+        return any(one(of) for one in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary))
 
-    def _filled(self, array: Any, name: str, missing: Any, blank: Any) -> Any:
-        """The array with a value in place of each null, which is a flaw if `missing` is None."""
-        if not array.null_count:
-            return array
-        if missing is None:
-            self.flaw(~np.asarray(array.is_valid()), f"column {name!r} has no value")
-        if self._pa.types.is_dictionary(array.type):
-            array = array.dictionary_decode()
-        value = blank if missing is None else missing
-        try:
-            return array.fill_null(self._pa.scalar(value).cast(array.type))
-        except self._pa.ArrowInvalid as error:
-            raise self._wrong(name, f"values of the type of missing={missing!r}", array) from error
+    def _wrong(self, name: str, what: str, of: Any) -> BadRowError:
+        return BadRowError(f"{self._piece.place(0)}: column {name!r} must hold {what}, got {of}")
 
     def number(self, name: str, missing: float | None) -> np.ndarray:
         """float32 [N]."""
         array, types = self._array(name), self._pa.types
-        kinds = types.is_integer, types.is_floating, types.is_boolean, types.is_decimal
-        if not any(is_kind(array.type) for is_kind in kinds) and not types.is_null(array.type):
-            raise self._wrong(name, "numbers", array)
-        number_N = np.array(self._filled(array.cast(self._pa.float32(), safe=False), name, missing, 0), np.float32)
+        kinds = types.is_integer, types.is_floating, types.is_boolean, types.is_decimal, types.is_null
+        if not any(is_kind(array.type) for is_kind in kinds):
+            raise self._wrong(name, "numbers", array.type)
+        if array.null_count and missing is None:
+            self.flaw(~np.asarray(array.is_valid()), f"column {name!r} has no value")
+        filled = array.cast(self._pa.float32(), safe=False).fill_null(0 if missing is None else missing)
+        number_N = np.array(filled, np.float32)
         if missing is not None:
             number_N[np.isnan(number_N)] = missing
         self.flaw(~np.isfinite(number_N), f"column {name!r} has a number that is not finite in float32")
@@ -205,55 +252,67 @@ class _Reader:
         arrays = []
         for name in column:
             array = self._array(name)
-            is_integer = self._pa.types.is_integer(array.type)
-            arrays.append(self._filled(array, name, missing, 0 if is_integer else ""))
-        return self._ids(arrays, " x ".join(column))
+            if array.null_count and missing is None:
+                self.flaw(~np.asarray(array.is_valid()), f"column {name!r} has no value")
+            arrays.append(self._ints_or_strings(array, name, missing))
+        return arrays[0] if len(arrays) == 1 and isinstance(arrays[0], np.ndarray) else hash_ids(*arrays).numpy()
 
-    def _ids(self, arrays: Sequence[Any], name: str) -> np.ndarray:
-        if len(arrays) == 1 and self._pa.types.is_integer(arrays[0].type):
-            return np.array(arrays[0]).astype(np.int64)
-        if self._pa.types.is_null(arrays[0].type):
-            return np.zeros(len(arrays[0]), np.int64)  # bad rows, all of them
-        try:
-            return hash_ids(*arrays).numpy()
-        except TypeError as error:
-            types = ", ".join(str(array.type) for array in arrays)
-            raise BadRowError(f"{self._piece.place(0)}: {name} must hold strings or integers, got {types}") from error
+    def _ints_or_strings(self, array: Any, name: str, missing: str | int | None) -> Any:
+        """Array without nulls: int64 [N] of integers, or strings in Arrow."""
+        types = self._pa.types
+        if types.is_null(array.type):
+            array = array.cast(self._pa.int64() if isinstance(missing, Integral) else self._pa.string())
+        else:
+            self.kinds[name] = _INTEGERS if types.is_integer(array.type) else _STRINGS
+        if types.is_integer(array.type):
+            number_N = np.array(array.fill_null(0)).astype(np.int64)
+            if array.null_count and missing is not None:
+                try:
+                    number_N[~np.asarray(array.is_valid())] = np.array(int(missing) & _64_BITS, np.uint64).view(
+                        np.int64
+                    )
+                except ValueError as error:
+                    raise self._wrong(name, f"values of the type of missing={missing!r}", array.type) from error
+            return number_N
+        if not self._is_string(array.type) and not types.is_dictionary(array.type):
+            raise self._wrong(name, "strings or integers", array.type)
+        if array.null_count:
+            array = array.fill_null(self._pa.scalar("" if missing is None else str(missing)).cast(array.type))
+        return array
 
     def bags(self, name: str, spec: Lists) -> ListColumn:
         """Lists of a column."""
         array, types = self._array(name), self._pa.types
-        if not any(kind(array.type) for kind in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
-            return ListColumn(self._values(array, name, np.arange(self.rows)), np.arange(self.rows + 1))
-        if array.null_count:
-            if not spec.missing:
-                self.flaw(~np.asarray(array.is_valid()), f"column {name!r} has no list")
-        length_N = np.array(self._pc.list_value_length(array).fill_null(0)).astype(np.int64)
+        valid_N = np.asarray(array.is_valid())
+        if not spec.missing:
+            self.flaw(~valid_N, f"column {name!r} has no list")
+        if any(kind(array.type) for kind in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
+            length_N = np.array(self._pc.list_value_length(array).fill_null(0)).astype(np.int64)
+            values = self._plain(self._pc.list_flatten(array))
+        else:
+            length_N, values = valid_N.astype(np.int64), array.drop_null()
         if spec.max_length is not None:
             self.flaw(length_N > spec.max_length, f"column {name!r} has a list of more than {spec.max_length} values")
-        offset_N1 = _offsets(length_N)
-        values = self._pc.list_flatten(array)
-        return ListColumn(self._values(values, name, np.repeat(np.arange(self.rows), length_N)), offset_N1)
+        return ListColumn(self._values(values, name, np.repeat(np.arange(self.rows), length_N)), _offsets(length_N))
 
     def _values(self, array: Any, name: str, row_X: np.ndarray) -> np.ndarray:
         """Ids or float32 numbers; `row_X` is the row of each."""
         types = self._pa.types
+        bad_N = np.zeros(self.rows, np.bool_)
         if array.null_count:
-            bad_N = np.zeros(self.rows, np.bool_)
             bad_N[row_X[~np.asarray(array.is_valid())]] = True
             self.flaw(bad_N, f"column {name!r} has a missing value in a list")
-            if types.is_dictionary(array.type):
-                array = array.dictionary_decode()
+        if types.is_null(array.type):
+            return np.zeros(len(array), np.int64)  # They are missing, or there are none.
         if types.is_floating(array.type):
+            self.kinds[name] = _FLOATS
             value_X = np.array(array.cast(self._pa.float32(), safe=False).fill_null(0), np.float32)
             bad_N = np.zeros(self.rows, np.bool_)
             bad_N[row_X[~np.isfinite(value_X)]] = True
             self.flaw(bad_N, f"column {name!r} has a number that is not finite in float32")
             return value_X
-        is_blank = array.null_count or types.is_null(array.type)
-        if is_blank and not types.is_null(array.type):
-            array = array.fill_null(0 if types.is_integer(array.type) else "")
-        return self._ids([array], name)
+        values = self._ints_or_strings(array, name, None)
+        return values if isinstance(values, np.ndarray) else hash_ids(values).numpy()
 
 
 # ---- rows of columns -------------------------------------------------------------------------------------------------
@@ -275,7 +334,13 @@ def join(columns: Sequence[Column]) -> Column:
         return np.concatenate(columns)
     bags = [column for column in columns if isinstance(column, ListColumn)]
     length_N = np.concatenate([np.diff(column.offset_N1) for column in bags])
-    return ListColumn(np.concatenate([column.value_X for column in bags]), _offsets(length_N))
+    values = [column.value_X for column in bags]
+    return ListColumn(np.concatenate(values, dtype=_dtype_of(values), casting="unsafe"), _offsets(length_N))
+
+
+def _dtype_of(values: Sequence[np.ndarray]) -> np.dtype:
+    """float32 if one of the arrays is; then values of int64 stand for missing ones only, as `Kinds` holds."""
+    return min((one.dtype for one in values), key=lambda dtype: dtype.itemsize)
 
 
 def take(column: Column, row_B: np.ndarray) -> Column:
@@ -310,7 +375,7 @@ def _tensor(parts: Sequence[Column]) -> Any:
         return torch.from_numpy(bags[0].value_X), torch.from_numpy(bags[0].offset_N1)
     length_BT = np.stack([np.diff(one.offset_N1) for one in bags], 1)
     offset_P1 = _offsets(length_BT)
-    value_X = np.empty(offset_P1[-1], np.result_type(*(one.value_X for one in bags)))
+    value_X = np.empty(offset_P1[-1], _dtype_of([one.value_X for one in bags]))
     for t, one in enumerate(bags):
         value_X[_spread(offset_P1[t : -1 : len(bags)], length_BT[:, t], one.offset_N1)] = one.value_X
     return torch.from_numpy(value_X), torch.from_numpy(offset_P1)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from oneemb.data.chunks import ChunkReader, RowRange
-from oneemb.data.columns import Column, Spec, convert, cut, join, names_of, take, tensors
+from oneemb.data.columns import Column, Kinds, Spec, convert, cut, join, names_of, take, tensors
 from oneemb.data.loader_state import LoaderState, Window, read_states, share_windows
 from oneemb.data.source import ChangedSourceError, DataSource, FixedSource, Position
 
@@ -77,6 +77,7 @@ class Loader:
         self._names = names_of(columns)
         self.rank, self.world_size = _ranks(rank, world_size)
         self._source, self._batch_size, self._specs = source, batch_size, dict(columns)
+        self._kinds = Kinds(self._specs)
         self._fixed = None if source.is_live else cast(FixedSource, source)
         self._seed, self._is_shuffled, self._workers = seed, shuffle > 0, workers
         self._window_rows = -(-max(shuffle, 1) // batch_size) * batch_size
@@ -214,7 +215,9 @@ class Loader:
     @contextlib.contextmanager
     def _read_from(self, position: Position, executor: Executor | None) -> Generator[ChunkReader, None, None]:
         to_chunk = partial(convert, specs=self._specs)
-        reader = ChunkReader(self._source, position, self._names, to_chunk, executor, 2 * self._workers)
+        reader = ChunkReader(
+            self._source, position, self._names, to_chunk, self._kinds, executor, 2 * self._workers
+        )  # fmt: skip
         try:
             yield reader
         finally:

@@ -162,6 +162,122 @@ def test_a_column_that_is_missing_or_of_a_wrong_type_is_named(tmp_path, spec, ar
         list(loader)
 
 
+def write_files(folder, tables, kind="parquet"):
+    for number, table in enumerate(tables):
+        table = pa.table(table)
+        if kind == "parquet":
+            pq.write_table(table, folder / f"{number}.parquet")
+        else:
+            with pa.ipc.new_file(folder / f"{number}.parquet", table.schema) as writer:
+                writer.write_table(table)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_column_that_is_missing_everywhere_in_a_file_is_missing_values(tmp_path, kind):
+    """Writers give a column without values the type null, or a list of null."""
+    write_files(tmp_path, [{name: pa.nulls(2) for name in "snxlc"} | {"w": [[], []]}], kind)
+    columns = {"s": Ids("s", ("s", "c"), missing="?"), "n": Ids("n", missing=-1), "x": Numbers("x", missing=0.5),
+               "l": Lists("l", missing=True), "w": Lists("w")}  # fmt: skip
+    (batch,) = loader_of(tmp_path, columns)
+    cross = oneemb.hash_ids(["?"], ["?"]).item()
+    assert batch["s"].tolist() == [[oneemb.hash_ids(["?"]).item(), cross]] * 2 and batch["n"].tolist() == [[-1]] * 2
+    assert batch["x"].tolist() == [[0.5]] * 2
+    assert all([one.tolist() for one in batch[name]] == [[], [0, 0, 0]] for name in "lw")
+    for spec in (Ids("s"), Ids(("c", "s")), Lists("l"), "x"):
+        loader = loader_of(tmp_path, {"y": spec}, bad_rows="drop")
+        assert list(loader) == [] and loader.dropped == 2
+
+
+def test_empty_lists_without_a_type_and_floats_are_floats(tmp_path):
+    write_files(tmp_path, [{"l": [[], []]}, {"l": [[0.5], [1.5, 2.5]]}])
+    (batch,) = loader_of(tmp_path, {"l": Lists("l"), "both": Lists("l", "l")})
+    assert batch["l"][0].dtype == batch["both"][0].dtype == torch.float32
+    assert [one.tolist() for one in batch["l"]] == [[0.5, 1.5, 2.5], [0, 0, 0, 1, 3]]
+    assert batch["both"][0].tolist() == [0.5, 0.5, 1.5, 2.5, 1.5, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("spec", "first", "second", "text"),
+    [
+        (Ids("x"), ["1"], [1], "column 'x' must hold strings, as at .*0.parquet.*, and holds integers"),
+        (Ids("y", ("y", "x")), [1], ["1"], "column 'x' must hold integers, as at .*, and holds strings"),
+        (Lists("x"), [[2**60 + 1]], [[0.5]], "must hold integers, as at .*, and holds floats"),
+        (Lists("x", "y"), [[0.5]], [[0.5]], "one Lists must all hold ids, or all floats, and hold floats .'x'., integ"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("bad_rows", ["raise", "drop"])
+def test_a_column_that_changes_its_kind_of_values_is_an_error(
+    tmp_path, spec, first, second, text, batch_size, bad_rows
+):  # fmt: skip
+    """Ids of integers would be those of other strings, and a float holds no large id."""
+    write_files(tmp_path, [{"x": first, "y": [2**60 + 1]}, {"x": second, "y": [7]}])
+    with pytest.raises(BadRowError, match=text):
+        list(loader_of(tmp_path, {"x": spec}, batch_size=batch_size, bad_rows=bad_rows))
+
+
+def test_dictionaries_and_views_of_any_values_are_read(tmp_path):
+    """Arrow files keep types that Parquet does not have."""
+    table = {
+        "f": pa.array([1.5, None, 2.5]).dictionary_encode(),
+        "i": pa.ListArray.from_arrays([0, 1, 2, 3], pa.array([7, 8, 7]).dictionary_encode()),
+        "s": pa.ListArray.from_arrays(
+            [0, 1, 2, 3], pa.DictionaryArray.from_arrays(pa.array([0, 1, 0]), pa.array(["a", None]))
+        ),
+        "v": pa.array(["a", None, "b"], pa.string_view()),
+    }  # fmt: skip
+    write_files(tmp_path, [table], "arrow")
+    columns = {"f": Numbers("f", missing=0), "i": Lists("i"), "v": Ids("v", missing="b"), "s": Lists("s")}
+    loader = loader_of(tmp_path, columns, bad_rows="drop")
+    (batch,) = loader
+    a, b = oneemb.hash_ids(["a", "b"]).tolist()
+    assert loader.dropped == 1 and batch["f"].tolist() == [[1.5], [2.5]] and batch["v"].tolist() == [[a], [b]]
+    assert batch["i"][0].tolist() == [7, 7] and batch["s"][0].tolist() == [a, a]
+
+
+@pytest.mark.parametrize("array", [[1.0, None], [True, None], [[1], None], [{"b": 1}, None]])
+def test_a_wrong_type_is_named_also_if_a_value_is_missing(tmp_path, array):
+    for missing in (None, "?", 1):
+        loader = loader_of(tmp_path, {"x": Ids("x", missing=missing)}, pa.table({"x": array}))
+        with pytest.raises(BadRowError, match="column 'x' must hold strings or integers, got "):
+            list(loader)
+
+
+def test_missing_ids_of_narrow_and_unsigned_columns(tmp_path):
+    table = {"a": pa.array([1, None], pa.uint8()), "b": pa.array([None, 2**64 - 2], pa.uint64())}
+    batch = one_batch(tmp_path, {"a": Ids("a", missing=-1), "b": Ids("b", missing=2**64 - 1)}, table)
+    assert batch["a"].tolist() == [[1], [-1]] and batch["b"].tolist() == [[-1], [-2]]
+    for wrong in (1.5, True, 2**64, -(2**63) - 1):
+        with pytest.raises(ValueError, match="missing must be"):
+            Ids("a", missing=wrong)
+    for wrong in ("1", float("nan"), 1e39):
+        with pytest.raises(ValueError, match="missing must be"):
+            Numbers("a", missing=wrong)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_names_of_columns_that_are_odd_missing_or_come_twice(tmp_path, kind):
+    names = ["", "\n", "a.b", "`'\"/../x", "ü😀", "a"]
+    write_files(tmp_path, [{**{name: [n] for n, name in enumerate(names)}, "a": [{"b": 9}]}], kind)
+    assert one_row(tmp_path, Ids(*names[:5])) == [0, 1, 2, 3, 4]
+    with pytest.raises(BadRowError, match="there must be one column 'c'; it has .*a.b"):
+        one_row(tmp_path, Ids("c"))
+    write_files(tmp_path, [pa.Table.from_arrays([pa.array([n]) for n in range(3)], names=["a", "a", "b"])], kind)
+    assert one_row(tmp_path, Ids("b")) == [2]
+    with pytest.raises(BadRowError, match="there must be one column 'a'; it has several"):
+        one_row(tmp_path, Ids("a"))
+
+
+def one_row(folder, spec):
+    (batch,) = loader_of(folder, {"y": spec})
+    return batch["y"][0].tolist()
+
+
+def test_missing_values_of_a_column_without_lists_are_empty_lists(tmp_path):
+    batch = one_batch(tmp_path, {"l": Lists("x", missing=True)}, {"x": pa.array([7, None, 8])})
+    assert [one.tolist() for one in batch["l"]] == [[7, 8], [0, 1, 1, 2]]
+
+
 @pytest.mark.parametrize("spec", [Ids, Numbers, Lists])
 def test_columns_are_names(spec):
     for wrong in ((), (1,), (("a", 2),)):

@@ -258,6 +258,44 @@ def test_memory_is_bounded_by_pieces_and_a_window(tmp_path):
     assert max(held) < size / 2 and len(held) == rows // 64
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_window_holds_no_strings(tmp_path, workers):
+    """Bytes that Arrow has allocated while a window of all rows is open."""
+    rows = 200_000
+    table = pa.table({"n": range(rows), "text": [f"{n:0100}" for n in range(rows)]})
+    pq.write_table(table, tmp_path / "0.parquet", row_group_size=20_000)
+    size = table.nbytes
+    del table
+    before = pa.total_allocated_bytes()
+    loader = Loader(Files(f"{tmp_path}/*"), 1000, {"n": "n", "ids": Ids("text")}, shuffle=rows, workers=workers)
+    next(iter(loader))
+    assert pa.total_allocated_bytes() - before < size / 2
+
+
+def test_damaged_arrow_files_are_named_and_do_not_end_the_process(tmp_path):
+    """Offsets beyond their values, and any damaged bytes."""
+    write(tmp_path, [200], 50, "arrow")
+    (path,) = tmp_path.iterdir()
+    whole, rng, refused = path.read_bytes(), np.random.default_rng(0), 0
+    for _ in range(60):
+        data = bytearray(whole)
+        for place in rng.integers(0, len(data) - 8, 3):
+            data[place : place + 4] = rng.choice([b"\xff\xff\xff\x7f", bytes(rng.integers(0, 256, 4).tolist())])
+        path.write_bytes(data)
+        try:
+            list(loader_of(tmp_path))
+        except ValueError as error:
+            refused += 1
+            assert path.name in str(error)
+    path.write_bytes(whole)
+    loop = iter(loader_of(tmp_path))
+    next(loop)
+    os.truncate(path, len(whole) // 2)  # while it is read
+    with pytest.raises(ValueError, match="must be a whole Parquet or Arrow file"):
+        list(loop)
+    assert refused > 20
+
+
 # ---- a folder that grows ---------------------------------------------------------------------------------------------
 
 
