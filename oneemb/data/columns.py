@@ -49,7 +49,7 @@ class Numbers:
     """
 
     def __init__(self, *columns: str, missing: float | None = None):
-        if missing is not None and not (isinstance(missing, Real) and abs(missing) <= np.finfo(np.float32).max):
+        if missing is not None and not (isinstance(missing, Real) and abs(missing) <= float(np.finfo(np.float32).max)):
             raise ValueError(f"missing must be a finite number of float32 or None, got {missing!r}")
         self.names, self.missing = _names(self, columns), missing
 

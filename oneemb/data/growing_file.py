@@ -57,12 +57,12 @@ class GrowingFile:
         def stretch(at: Any, end: Any, rank: int, world_size: int) -> Iterator[Piece | None]:
             with self._open(at) as file:
                 offset, stop, size = at[0], None if end is None else end[0], _BLOCK * 16
-                self._check(file.fileno(), at)
                 while stop is None or offset < stop:
                     block = os.pread(file.fileno(), size, offset)
+                    head = self._check(file.fileno(), at)  # after the read, so that the block is of this file
                     whole = block.rfind(b"\n") + 1
                     if not whole:
-                        self._check(file.fileno(), [offset, *at[1:]])
+                        self._check_path(file.fileno(), offset)
                         if len(block) == size:
                             if size >= _LINE_BYTES_MAX:
                                 raise BadRowError(
@@ -78,13 +78,13 @@ class GrowingFile:
                     mine_N = begin_N // _BLOCK % world_size == rank
                     if stop is not None:
                         mine_N &= begin_N < stop
-                    head = _head(file.fileno())  # before others can change the file
+                    head = head[: offset + whole]
+                    at = [offset + whole, len(head), zlib.crc32(head)]
                     if mine_N.any():
                         texts = block[:whole].split(b"\n")
                         lines = texts[:-1] if mine_N.all() else [texts[n] for n in np.flatnonzero(mine_N)]
-                        yield self._piece(lines, begin_N[mine_N], end_N[mine_N], head, schema)
-                    offset += whole
-                    at, size = [offset, *head], _BLOCK * 16
+                        yield self._piece(lines, begin_N[mine_N], end_N[mine_N], at[1:], schema)
+                    offset, size = at[0], _BLOCK * 16
 
         return read_stretches(position, stretch)
 
@@ -107,31 +107,32 @@ class GrowingFile:
                 raise
             raise self._changed(at[0], "is gone") from error
 
-    def _check(self, file: int, at: Any) -> None:
-        """Raise ChangedSourceError if the open file is no longer at the path, or is not the file of the place `at`."""
-        offset, head, checksum = at
-        why = ""
+    def _check(self, file: int, at: Any) -> bytes:
+        """Beginning of the file.
+
+        Raises:
+            ChangedSourceError: the open file is not the file of the place `at`.
+        """
+        offset, length, checksum = at
+        head, size = os.pread(file, _HEAD, 0), os.fstat(file).st_size
+        if size < offset:
+            raise self._changed(offset, f"has been shortened to {size} bytes")
+        if zlib.crc32(head[:length]) != checksum:
+            raise self._changed(offset, "has another beginning")
+        if offset and os.pread(file, 1, offset - 1) != b"\n":
+            raise self._changed(offset, f"has no line that begins at byte {offset}")
+        return head
+
+    def _check_path(self, file: int, offset: int) -> None:
+        """Raise ChangedSourceError if the open file is no longer at the path, where lines are added."""
         try:
             if not os.path.samestat(os.stat(self.name), os.fstat(file)):
-                why = "was replaced"
-        except FileNotFoundError:
-            why = "is gone"
-        if not why and os.fstat(file).st_size < offset:
-            why = f"has been shortened to {os.fstat(file).st_size} bytes"
-        elif not why and zlib.crc32(os.pread(file, head, 0)) != checksum:
-            why = "has another beginning"
-        elif not why and offset and os.pread(file, 1, offset - 1) != b"\n":
-            why = f"has no line that begins at byte {offset}"
-        if why:
-            raise self._changed(offset, why)
+                raise self._changed(offset, "was replaced")
+        except FileNotFoundError as error:
+            raise self._changed(offset, "is gone") from error
 
     def _changed(self, offset: int, why: str) -> ChangedSourceError:
         return ChangedSourceError(
             f"{self.name} must only grow, and was read up to byte {offset}; it {why}; restore it, or write parts as"
             " files of their own for oneemb.data.GrowingFolder"
         )
-
-
-def _head(file: int) -> list[int]:
-    head = os.pread(file, _HEAD, 0)
-    return [len(head), zlib.crc32(head)]

@@ -268,7 +268,8 @@ def test_a_window_holds_no_strings(tmp_path, workers):
     del table
     before = pa.total_allocated_bytes()
     loader = Loader(Files(f"{tmp_path}/*"), 1000, {"n": "n", "ids": Ids("text")}, shuffle=rows, workers=workers)
-    next(iter(loader))
+    loop = iter(loader)
+    next(loop)
     assert pa.total_allocated_bytes() - before < size / 2
 
 

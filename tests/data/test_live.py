@@ -145,6 +145,47 @@ def test_a_file_that_does_not_only_grow_is_an_error(tmp_path, change, running):
         next(loop)
 
 
+@pytest.mark.parametrize("size", [1 << 10, 1 << 21])
+def test_a_file_that_is_copied_truncated_and_grows_past_the_place_is_an_error(tmp_path, size):
+    """Rotation of logs by "copytruncate", while a long step runs."""
+    path = tmp_path / "rows"
+    line = len(line_of(0))
+    path.write_bytes(line_of(0) * (size // line))
+    (loader,) = loaders_of(GrowingFile(path, SCHEMA), end_after_s=PATIENCE_S, batch_size=10)
+    loop, seen = iter(loader), 0
+    seen += len(next(loop)["n"])
+    path.write_bytes(line_of(1) * (2 * size // line))
+    with pytest.raises(ChangedSourceError, match="it has another beginning"):
+        for batch in loop:
+            seen += len(batch["n"])
+            assert set(numbers_of([batch])) == {0}
+
+
+def test_an_unfinished_line_may_be_written_again(tmp_path):
+    path = tmp_path / "rows"
+    path.write_bytes(line_of(0) + line_of(1)[:14])
+    (loader,) = loaders_of(GrowingFile(path, SCHEMA))
+    assert numbers_of(loader) == [0]
+    os.truncate(path, len(line_of(0)))
+    with open(path, "ab") as file:
+        file.write(line_of(2))
+    assert numbers_of(loader) == [2]
+
+
+def test_lines_of_a_rotated_file_are_read_before_its_error(tmp_path):
+    path = tmp_path / "rows"
+    path.write_bytes(line_of(0) * 40_000)
+    (loader,) = loaders_of(GrowingFile(path, SCHEMA), end_after_s=PATIENCE_S, batch_size=1000)
+    loop, seen = iter(loader), 0
+    next(loop)
+    path.rename(path.with_suffix(".1"))
+    path.write_bytes(line_of(1))
+    with pytest.raises(ChangedSourceError, match="it was replaced"):
+        for batch in loop:
+            seen += len(batch["n"])
+    assert seen == 39_000
+
+
 def test_a_loop_waits_for_rows_gives_few_in_time_and_ends_when_it_is_stopped(tmp_path):
     path = tmp_path / "rows"
     path.write_bytes(line_of(0))
