@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from oneemb.data.columns import Chunk, Column, Convert, Kinds, cut
-from oneemb.data.source import DataSource, Piece, Position
+from oneemb.data.source import DataSource, Position
 
 _END: Any = object()
 
@@ -61,11 +61,15 @@ class ChunkReader:
         self._chunk: Chunk | None = None
         self._row = 0
         self._has_read_all = False
+        self._error: Exception | None = None
+        """Error of the source, which is raised after the chunks that were read before it."""
 
     def next_part(self, rows_max: int) -> RowRange | None:
         """The next rows, at most `rows_max`; None = the source has none now, or has ended."""
         while self._chunk is None or self._row == len(self._chunk.bad_N):
             self._read_ahead()
+            if not self._coming and self._error is not None:
+                raise self._error
             if not self._coming:
                 self.ended = self._has_read_all
                 return None
@@ -79,11 +83,15 @@ class ChunkReader:
 
     def _read_ahead(self) -> None:
         while not self._has_read_all and len(self._coming) <= self._ahead:
-            piece: Piece | None = next(self._pieces, _END)
+            piece: Any = _END
+            try:
+                piece = next(self._pieces, _END)
+            except Exception as error:
+                self._error = error
             self._has_read_all = piece is _END
             if piece is _END or piece is None:
                 return
-            if self._executor is None:
+            if self._executor is None:  # An error of it comes at once, since `ahead` is 0.
                 self._coming.append(self._convert(piece))
             else:
                 self._coming.append(self._executor.submit(self._convert, piece))

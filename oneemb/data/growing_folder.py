@@ -112,8 +112,10 @@ def _read_file(
 
 
 def _piece(name: str, path: str, group: int, first: int, rows: Any, identity: str, is_last: bool) -> Piece:
+    count = len(rows)
+
     def at(k: int) -> list[Any]:
-        if is_last and k == len(rows):
+        if is_last and k == count:
             return [name, _ALL, 0, ""]  # The file may be deleted.
         return [name, group, first + k, identity]
 

@@ -94,13 +94,13 @@ class KafkaTopic:
     def _piece(self, messages: list[Any], partition: int, offsets: dict[int, int], schema: Any) -> Piece:
         texts = [text or b"" for text in map(methodcaller("value"), messages)]
         rows, bad = parse_json(texts, schema)
-        begin = offsets[partition]
+        begin, offset_N = offsets[partition], list(map(methodcaller("offset"), messages))
 
         def at(k: int) -> list[list[int]]:
-            now = {**offsets, partition: messages[k - 1].offset() + 1 if k else begin}
+            now = {**offsets, partition: offset_N[k - 1] + 1 if k else begin}
             return [list(one) for one in now.items()]
 
         def place(k: int) -> str:
-            return f"{self.name}, partition {partition}, offset {messages[k].offset()}"
+            return f"{self.name}, partition {partition}, offset {offset_N[k]}"
 
         return Piece(rows, at, place, alone=lambda k: [one for one in at(k) if one[0] == partition], bad=bad)

@@ -23,6 +23,9 @@ from oneemb.kernels.extras import need
 
 _ENTRIES = 8192
 """Largest number of entries in one answer of the server."""
+_FIRST_ENTRIES = 64
+_ANSWER_BYTES = 1 << 24
+"""Size of an answer, about, to which the number of entries is fitted."""
 
 
 class RedisStream:
@@ -59,15 +62,16 @@ class RedisStream:
             client.set_response_callback(command, lambda answer, **_: answer)
 
         def stretch(at: Any, end: Any, rank: int, world_size: int) -> Iterator[Piece | None]:
+            count = _FIRST_ENTRIES
             while end is None or at < end:
-                entries, at = self._entries(client, at, end)
+                entries, at = self._entries(client, at, end, min(count, _ENTRIES))
                 if not entries:
                     if end is not None:
                         return
                     yield None
                     client.xread({self._key: _id(at)}, 1, round(POLL_S * 1000))
                     continue
-                first = at[2]
+                first, count = at[2], _fitting(entries)
                 mine = [n for n, entry in enumerate(entries) if zlib.crc32(entry[0]) % world_size == rank]
                 if mine:
                     yield self._piece([entries[n] for n in mine], [first + n for n in mine], schema)
@@ -78,15 +82,15 @@ class RedisStream:
         finally:
             client.close()
 
-    def _entries(self, client: Any, at: Any, end: Any) -> tuple[list[Any], Any]:
-        """(entries behind a place, the place with its number of entries).
+    def _entries(self, client: Any, at: Any, end: Any, count: int) -> tuple[list[Any], Any]:
+        """(at most `count` entries behind a place, the place with its number of entries).
 
         Raises:
             ChangedSourceError: entries behind the place are gone.
         """
         last = "+" if end is None else _id(end)
         with client.pipeline(transaction=True) as pipe:
-            pipe.xrange(self._key, f"({_id(at)}", last, _ENTRIES)
+            pipe.xrange(self._key, f"({_id(at)}", last, count)
             pipe.execute_command("XINFO STREAM", self._key)
             entries, info = pipe.execute(raise_on_error=False)
         if isinstance(entries, Exception):
@@ -106,7 +110,8 @@ class RedisStream:
             at = [*at[:2], removed]
         if removed > at[2]:
             raise self._gone(f"{removed - at[2]} entries behind {_id(at)} were trimmed before they were read")
-        if added < at[2] or _numbers(facts[b"last-generated-id"]) < at[:2]:
+        # A stream that was made anew has had fewer entries, or has all of them behind the place.
+        if added < at[2] + len(entries) or _numbers(facts[b"last-generated-id"]) < at[:2]:
             raise self._gone(f"the stream is another one, which has had {added} entries only")
         return entries, at
 
@@ -118,16 +123,17 @@ class RedisStream:
 
     def _piece(self, entries: list[Any], numbers: list[int], schema: Any) -> Piece:
         rows, bad = self._rows(list(map(itemgetter(1), entries)), schema)
+        ids = list(map(itemgetter(0), entries))
 
         def at(k: int) -> list[int]:
             # The place before entry k is the place behind entry k - 1.
             if k:
-                return [*_numbers(entries[k - 1][0]), numbers[k - 1] + 1]
-            milliseconds, number = _numbers(entries[0][0])
+                return [*_numbers(ids[k - 1]), numbers[k - 1] + 1]
+            milliseconds, number = _numbers(ids[0])
             before = [milliseconds, number - 1] if number else [milliseconds - 1, (1 << 64) - 1]
             return [*before, numbers[0]]
 
-        return Piece(rows, at, lambda k: f"{self.name}, entry {entries[k][0].decode()}", bad=bad)
+        return Piece(rows, at, lambda k: f"{self.name}, entry {ids[k].decode()}", bad=bad)
 
     def _rows(self, fields: list[list[bytes]], schema: Any) -> tuple[Any, dict[int, str]]:
         """(table, {row: why it is bad}) of entries, each [name, value, name, value, ...]."""
@@ -149,6 +155,12 @@ class RedisStream:
         texts = columns.get(self._json_field, [None] * len(fields))
         table, bad = parse_json([text or b"" for text in texts], schema)
         return table, {row: why if texts[row] else f"it has no field {self._json_field!r}" for row, why in bad.items()}
+
+
+def _fitting(entries: list[Any]) -> int:
+    """Number of entries of an answer, if further entries are as large as some of these."""
+    some = entries[:: max(1, len(entries) // 16)]
+    return max(1, _ANSWER_BYTES // max(sum(map(len, fields)) for _, fields in some))
 
 
 def _numbers(entry_id: bytes) -> list[int]:

@@ -258,6 +258,21 @@ def test_memory_is_bounded_by_pieces_and_a_window(tmp_path):
     assert max(held) < size / 2 and len(held) == rows // 64
 
 
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_rows_before_a_damaged_row_group_are_given(tmp_path, workers):
+    total = write(tmp_path, [40], 5)
+    (path,) = tmp_path.iterdir()
+    begin = pq.ParquetFile(path).metadata.row_group(6).column(0).data_page_offset
+    data = bytearray(path.read_bytes())
+    data[begin : begin + 20] = bytes(20)
+    path.write_bytes(data)
+    seen = []
+    with pytest.raises(ValueError, match="must be a whole Parquet or Arrow file"):
+        for batch in loader_of(tmp_path, 5, workers=workers):
+            seen += numbers_of([batch])
+    assert seen == list(range(30)) and total == 40
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_window_holds_no_strings(tmp_path, workers):
     """Bytes that Arrow has allocated while a window of all rows is open."""

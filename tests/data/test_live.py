@@ -13,6 +13,7 @@ from oneemb.data import BadRowError, ChangedSourceError, GrowingFile, Ids, Kafka
 from tests.support.redis_process import redis_process
 
 pa = pytest.importorskip("pyarrow")
+redis = pytest.importorskip("redis")
 
 SCHEMA = {"user": "string", "n": "int64", "tags": pa.list_(pa.string())}
 COLUMNS = {"ids": Ids("user"), "n": "n", "tags": Lists("tags", missing=True)}
@@ -325,17 +326,40 @@ def test_entries_that_were_read_may_be_trimmed_to_the_last(stream):
     assert numbers_of(loader) == [10, 11, 12]
 
 
-@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("anew", [0, 3, 100])
 def test_a_stream_that_is_deleted_is_an_error(stream, anew):
     client, source, key = stream
     add(client, key, range(10))
     (loader,) = readers(source)
     assert len(numbers_of(loader)) == 10
     client.delete(key)
-    if anew:
-        add(client, key, range(3))
+    add(client, key, range(anew))
     with pytest.raises(ChangedSourceError, match="another one" if anew else "the stream is gone"):
         list(loader)
+
+
+def test_large_entries_are_read_a_few_at_a_time(stream, monkeypatch):
+    """Entries of the answers of the server, which are in memory together."""
+    client, source, key = stream
+    pipe = client.pipeline()
+    for n in range(400):
+        pipe.xadd(key, {"user": "u" * (1 << 18), "n": n})
+    pipe.execute()
+    counts, xrange = [], redis.client.Pipeline.xrange
+
+    def counted(self, name, least, most, count):
+        counts.append(count)
+        return xrange(self, name, least, most, count)
+
+    monkeypatch.setattr(redis.client.Pipeline, "xrange", counted)
+    (loader,) = readers(source)
+    assert numbers_of(loader) == list(range(400))
+    assert max(counts) == 64 and min(counts) == 63, "16 MiB"
+    client.delete(key)
+    add(client, key, range(5000))
+    del counts[:]
+    (loader,) = readers(source)
+    assert numbers_of(loader) == list(range(5000)) and counts[:2] == [64, 8192]
 
 
 def test_entries_with_other_fields_in_other_orders_or_without_are_read(stream):
