@@ -139,7 +139,8 @@ class ForeignRows:
         """One part of the state of some rows, float32 [N, X], and whether each row lacks it."""
         if index is None:
             values = part.values.read(begin, begin + len(id_N)).reshape(len(id_N), -1)
-            return values.astype(np.float32, copy=False), np.zeros(len(id_N), bool)
+            with np.errstate(over="ignore"):  # Values that float32 does not hold are counted as infinite.
+                return values.astype(np.float32, copy=False), np.zeros(len(id_N), bool)
         row_N = index.find(np.zeros(len(id_N), np.int32), id_N.astype(np.int64))
         found_N = row_N >= 0
         out_NX = np.tile(initial, (len(id_N), 1))

@@ -1,10 +1,12 @@
 """Writers of tables for other libraries: raw files of TFRA and HugeCTR, and state dicts in safetensors.
 
-Invariant: files get their names together, when all of them are complete; a writer that is abandoned leaves no new file.
+Invariant: files get their names when all of them are complete, those of keys last; a writer that is abandoned leaves no
+new file.
 """
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import IO
 
@@ -52,13 +54,21 @@ class StateParts:
 
 
 class _RawFiles:
-    """Files that arrays are appended to. They get their names together."""
+    """Files that arrays are appended to.
 
-    def __init__(self, paths: Sequence[str]):
-        self._fs, self._files = LocalFileSystem(), dict[str, NewFile]()
+    Invariant: a file of keys has its name only while all other files have theirs. Libraries read no values without
+    keys, so none finds keys of one export beside values of another.
+
+    Args:
+        keys: paths of the files of keys.
+        others: paths of the other files.
+    """
+
+    def __init__(self, keys: Sequence[str], others: Sequence[str]):
+        self._fs, self._files, self._keys = LocalFileSystem(), dict[str, NewFile](), keys
         with signals_deferred:
             try:
-                for path in paths:
+                for path in (*others, *keys):  # the order in which they get their names
                     self._files[path] = NewFile(path, fs=self._fs)
             except BaseException:
                 self.drop()
@@ -71,9 +81,24 @@ class _RawFiles:
         for file in self._files.values():
             file.sync()
             file.close()
+        folder, named = os.path.dirname(self._keys[0]), list[str]()
         with signals_deferred:
-            for file in self._files.values():
-                file.put_in_place()
+            try:
+                if old := [path for path in self._keys if os.path.exists(path)]:
+                    for path in old:
+                        self._fs.remove(path)
+                    self._fs.sync_directory(folder)
+                for path, file in self._files.items():
+                    if path == self._keys[0]:
+                        self._fs.sync_directory(folder)
+                    file.put_in_place()
+                    named.append(path)
+                self._fs.sync_directory(folder)
+            except BaseException:
+                for path in reversed(named):
+                    with suppress(OSError):
+                        self._fs.remove(path)
+                raise
 
     def drop(self) -> None:
         for file in self._files.values():
@@ -102,7 +127,7 @@ class RawWriter:
                 " folder"
             )
         self._keys, self._values, self._state, self._parts = keys, values, state, parts
-        self._files = _RawFiles([*keys, values, *state.values()])
+        self._files = _RawFiles(keys, [values, *state.values()])
 
     def write(self, batch: RowsOfFile) -> None:
         for path in self._keys:

@@ -47,6 +47,8 @@ def find_hugectr(fs: FileSystem, folder: str, *, dim: int | None, key_dtype: str
             )
         keys, values = f"{folder}/{KEYS}", f"{folder}/{VALUES}"
         rows, width = rows_of_sizes(keys, fs.size(keys), key_dtype, values, fs.size(values), dim)
+        if not rows and dim is None:
+            raise ValueError(f"embedding_dim must be given, since {folder} has no rows, which would tell it")
         found = ForeignTable(
             f"the table in {folder}", "hugectr",
             FileArray(fs, [FilePart(keys, 0, rows)], key_dtype, None),

@@ -230,4 +230,8 @@ def _shards_in_files(
             rows, width = rows_of_sizes(paths[0], sizes[0], key_dtype, paths[1], sizes[1], 1 if status else dim)
             keys, values = (FilePart(path, 0, rows) for path in paths)
             found.append(_Shard(keys, values, key_dtype, "int32" if status else "float32", width))
+    if not any(shard.keys.rows for shard in found) and not status and dim is None:
+        raise ValueError(
+            f"embedding_dim must be given, since table {table!r} in {folder} has no rows, which would tell it"
+        )
     return [shard for shard in found if shard.keys.rows] or found[:1]  # The files of no rows do not say D.

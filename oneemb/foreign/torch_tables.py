@@ -15,6 +15,8 @@ the ids of its rows are in buffers ...._managed_collision_modules.<t>.<buffer>:
 The last row of MCH belongs to all ids that are not there.
 """
 
+import math
+import zipfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +37,13 @@ Tensors = Mapping[str, Any]
 """State dict, or a mapping of state dicts. Any: other entries are of any type."""
 NO_ID = np.iinfo(np.int64).max
 MCH_SCORES = ("_mch_counts", "_mch_last_access_iter")
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
 _MODULES = "_managed_collision_modules."
 
 
 def open_tensors(source: "Tensors | AnyPath") -> tuple[Tensors, str]:
-    """Tensors of a mapping or of a file, and its name for errors. A file of torch is mapped into memory, and only
-    tensors and plain values are loaded from it.
+    """Tensors of a mapping or of a file, and its name for errors. From a file of torch only tensors and plain values are
+    loaded; tensors are mapped into memory.
 
     Raises:
         ValueError: the file is neither of torch nor of safetensors, or it is damaged.
@@ -57,8 +60,14 @@ def open_tensors(source: "Tensors | AnyPath") -> tuple[Tensors, str]:
 
     import torch
 
-    with reading(path, "a file of torch.save", pickle.UnpicklingError, ValueError, KeyError, AttributeError):
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    with reading(path, "a file of torch.save", ValueError, KeyError, AttributeError, IndexError):
+        try:
+            # Files of torch before 1.6 are no zip archives, and cannot be mapped.
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        except pickle.UnpicklingError as error:  # Its text recommends to load without a check.
+            raise ValueError(
+                "it has an object that is no tensor and no plain value; save module.state_dict()"
+            ) from error
     if not isinstance(found, Mapping):
         raise ValueError(f"{path} must hold a state dict, got {type(found).__name__}; save module.state_dict()")
     return found, path
@@ -86,7 +95,7 @@ def find_torch(
         name = matrices[0]
     weight = _entry(tensors, name, where)
     if not _is_matrix(weight):
-        raise ValueError(f"{where}: {name!r} must be a matrix of weights [N, D], got {_text(weight)}")
+        raise ValueError(f"{where}: {name!r} must be a dense matrix of weights [N, D], got {_text(weight)}")
     of_rows = np.arange(len(weight)) if ids is None else ids
     if isinstance(of_rows, str):
         of_rows = _entry(tensors, of_rows, where)
@@ -164,7 +173,7 @@ class _Rows:
 
     def __init__(self, tensor: Any):
         self._tensor = tensor.detach() if hasattr(tensor, "detach") else tensor
-        self.shape, self.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        self.shape, self.dtype = tuple(tensor.shape), _dtype_of(tensor)
 
     def read(self, begin: int, end: int) -> np.ndarray:
         return _array(self._tensor[begin:end])
@@ -183,15 +192,27 @@ def _add_state(found: ForeignTable, state: object, size: int, row_N: np.ndarray 
     for full, value in state.items():
         name = str(full).rpartition(".")[2]
         if name == "step":
-            found.step = int(value)
-        elif getattr(value, "shape", ()) and value.shape[0] == size and len(value.shape) <= 2:
+            found.step = _step_of(found, value)
+        elif _is_floats(value) and 1 <= len(value.shape) <= 2 and value.shape[0] == size:
             array: RowArray = _Rows(value)
             parts["momentum1" if found.library == "torchrec" and name == "exp_avg" else name] = StatePart(
                 array if row_N is None else PickedRows(array, row_N), None
             )
         else:
-            found.not_carried.append(f"{name} of the optimizer's state, which is not one value or row for each row")
+            found.not_carried.append(
+                f"{name} of the optimizer's state, which is not one float or row of floats for each row"
+            )
     found.state = parts
+
+
+def _step_of(found: ForeignTable, value: Any) -> int:
+    try:
+        step = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        step = math.nan
+    if not 0 <= step < 1 << 63 or step != int(step):
+        raise ValueError(f"{found.what}: step of the optimizer's state must be a whole number from 0 on, got {value!r}")
+    return int(step)
 
 
 def _entry(tensors: Tensors, name: str, where: str) -> Any:
@@ -228,8 +249,19 @@ def _buffer(buffers: Tensors, name: str, what: str, size: int) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def _is_matrix(tensor: object) -> bool:
-    return len(getattr(tensor, "shape", ())) == 2 and "float" in str(getattr(tensor, "dtype", ""))
+def _is_matrix(tensor: Any) -> bool:
+    return _is_floats(tensor) and len(tensor.shape) == 2 and tensor.shape[1] > 0
+
+
+def _is_floats(tensor: Any) -> bool:
+    """Whether a value is an array or a dense tensor, with values in memory, of floats that rows can have."""
+    is_dense = str(getattr(tensor, "layout", "torch.strided")) == "torch.strided" and not hasattr(tensor, "to_local")
+    return is_dense and _dtype_of(tensor) in _FLOATS and str(getattr(tensor, "device", "")) != "meta"
+
+
+def _dtype_of(tensor: Any) -> str:
+    dtype = getattr(tensor, "dtype", "")
+    return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
 def _array(tensor: Any) -> np.ndarray:
@@ -237,4 +269,8 @@ def _array(tensor: Any) -> np.ndarray:
 
 
 def _text(value: Any) -> str:
-    return f"{getattr(value, 'dtype', type(value).__name__)} {list(getattr(value, 'shape', ()))}"
+    more = [str(getattr(value, name, "")) for name in ("layout", "device")]
+    return " ".join([
+        str(getattr(value, "dtype", type(value).__name__)), str(list(getattr(value, "shape", ()))),
+        *(one for one in more if one not in ("", "torch.strided", "cpu")),
+    ])  # fmt: skip

@@ -175,8 +175,9 @@ def _export(
             rows = SnapshotRows(replace(rows.format, optimizer=None, state=()), 0)
         with_state = rows.format.state_width > 0
         rows = replace(rows, format=replace(rows.format, usage_words=0))  # Usage metadata is not exported.
-        writer = target.open(rows)
+        writer: RowFileWriter | None = None
         try:
+            writer = target.open(rows)
             # An empty batch first, so that a file without rows has columns, too.
             writer.write(_batch(reader, np.empty(0, np.int32), np.empty(0, np.int64), None, table, with_state))
             seen = written = 0
@@ -200,7 +201,8 @@ def _export(
         except OSError as error:
             raise storage_error(error, "write", error.filename or target.where) from error
         finally:
-            writer.abandon()
+            if writer is not None:
+                writer.abandon()
     return written
 
 

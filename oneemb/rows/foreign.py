@@ -139,6 +139,8 @@ def import_foreign(
             raise _only_for(argument, formats, format)
     if key_type not in ("int64", "int32", "uint32"):
         raise ValueError(f"key_type must be 'int64', 'int32' or 'uint32', got {key_type!r}")
+    for argument, number, least in (("embedding_dim", embedding_dim, 1), ("step", step, 0)):
+        _check_number(argument, number, least)
     if with_scores and (embedding is None or embedding.policies is None):
         raise ValueError("with_scores=True needs an embedding with a policy, which keeps scores; leave it out")
 
@@ -211,7 +213,10 @@ def export_foreign(
         StorageError: there is no such snapshot, or its files are damaged.
     """
     _check_format(format)
+    _check_number("num_embeddings", num_embeddings, 1)
     path = absolute_path(target)
+    if name is not None:
+        _check_name(name, format)
     if name is None and format in ("tfra", "torchrec"):
         raise ValueError(f"name must be given for format {format!r}: the table's name there; give name=...")
     is_file = format in ("torch", "torchrec")
@@ -282,6 +287,22 @@ class _Watched:
 def _check_format(format: str) -> None:
     if format not in FOREIGN_FORMATS:
         raise ValueError(f"format must be {', '.join(map(repr, FOREIGN_FORMATS))}, got {format!r}")
+
+
+def _check_number(argument: str, number: int | None, least: int) -> None:
+    if number is not None and (
+        isinstance(number, bool) or not isinstance(number, int | np.integer) or not least <= number < 1 << 48
+    ):
+        raise ValueError(f"{argument} must be None or an int from {least} to 2**48 - 1, got {number!r}")
+
+
+def _check_name(name: str, format: str) -> None:
+    """Raise ValueError if the other library cannot have a table of this name."""
+    refused = {"torchrec": ".", "tfra": "\0\n"}.get(format, "")
+    if not name or any(one in name for one in refused) or name != name.encode(errors="replace").decode():
+        without = f", without {' and '.join(map(repr, refused))}" if refused else ""
+        raise ValueError(f"name must be the name of a table for {format!r}, text of a character or more{without}, got"
+                         f" {name!r}")  # fmt: skip
 
 
 def _only_for(argument: str, formats: Sequence[str], format: str) -> ValueError:
