@@ -42,8 +42,8 @@ _MODULES = "_managed_collision_modules."
 
 
 def open_tensors(source: "Tensors | AnyPath") -> tuple[Tensors, str]:
-    """Tensors of a mapping or of a file, and its name for errors. From a file of torch only tensors and plain values are
-    loaded; tensors are mapped into memory.
+    """Tensors of a mapping or of a file, and its name for errors. Only tensors and plain values are loaded from a file
+    of torch, and tensors are mapped into memory.
 
     Raises:
         ValueError: the file is neither of torch nor of safetensors, or it is damaged.

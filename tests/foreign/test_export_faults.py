@@ -15,12 +15,12 @@ import oneemb
 from oneemb.storage.fs import LocalFileSystem
 from tests.support.foreign import assert_same, rows_in
 
-ROWS, DIM = 300, 4
+ROWS, DIM = 100, 4
 FORMATS = {
     "tfra": {"name": "films"},
     "hugectr": {},
     "torch": {"name": "w"},
-    "torchrec": {"name": "t", "num_embeddings": 512, "managed_collisions": True},
+    "torchrec": {"name": "t", "num_embeddings": 128, "managed_collisions": True},
 }
 IMPORTS = {
     "tfra": {},
@@ -192,7 +192,7 @@ def test_an_export_that_is_killed_at_any_file_call_leaves_old_rows_new_rows_or_a
     command = [sys.executable, "-c", KILLED, str(source), str(tmp_path), format]
     kills = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     old, new, outcomes = rows_in(source, "old"), rows_in(source, "new"), set()
-    assert kills >= 4
+    assert kills >= 3
     for number in range(kills):
         try:
             found = found_in(tmp_path / str(number), format, tmp_path / f"{number}-t")

@@ -106,6 +106,14 @@ def test_a_key_that_comes_twice_is_an_error(tmp_path, folder):
     assert not os.path.exists(tmp_path / "t")
 
 
+def test_a_table_of_no_rows_needs_its_number_of_weights(tmp_path, folder):
+    for path in folder.iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match="embedding_dim must be given, since .* has no rows"):
+        oneemb.import_foreign(tmp_path / "t", folder, "hugectr", snapshot="s")
+    assert oneemb.import_foreign(tmp_path / "t", folder, "hugectr", snapshot="s", embedding_dim=DIM).rows == 0
+
+
 def test_memory_does_not_grow_with_the_weights(tmp_path):
     """A table of 64 MB comes in and goes out within 16 MB of Python's memory."""
     import tracemalloc

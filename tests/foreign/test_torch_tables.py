@@ -1,5 +1,7 @@
 """Weights of torch modules with the state of torch's optimizers, against torch itself."""
 
+import pickle
+
 import numpy as np
 import pytest
 import safetensors.torch
@@ -106,9 +108,90 @@ def test_a_file_that_would_run_code_is_refused(tmp_path):
             return (open, (str(tmp_path / "ran"), "w"))
 
     torch.save({"weight": torch.zeros(2, 2), "more": Evil()}, tmp_path / "evil.pt")
-    with pytest.raises(ValueError, match="is not a file of torch.save"):
-        oneemb.import_foreign(tmp_path / "t", tmp_path / "evil.pt", "torch", name="weight", snapshot="s")
+    (tmp_path / "evil.pkl").write_bytes(pickle.dumps({"weight": Evil()}))
+    torch.save({"weight": Evil()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for path in tmp_path.glob("*.p*"):
+        with pytest.raises(ValueError, match="is not a file of torch.save.*save module.state_dict") as raised:
+            oneemb.import_foreign(tmp_path / "t", path, "torch", name="weight", snapshot="s")
+        assert "weights_only" not in str(raised.value), "no advice to load the file without a check"
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_file_of_torch_before_1_6_is_read(tmp_path):
+    """Such files are no zip archives."""
+    weight = torch.randn(5, DIM)
+    torch.save({"w": weight}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    oneemb.import_foreign(tmp_path / "t", tmp_path / "old.pt", "torch", snapshot="s")
+    assert_same(rows_in(tmp_path / "t", "s"), dict(enumerate(weight.numpy())))
+
+
+UNFIT = {
+    "sparse": lambda x: x.to_sparse(),
+    "rows of sparse": lambda x: x.to_sparse_csr(),
+    "meta": lambda x: x.to("meta"),
+    "8 bits": lambda x: x.to(torch.float8_e5m2),
+    "complex": lambda x: x.to(torch.complex64),
+    "integers": lambda x: x.to(torch.int32),
+    "no columns": lambda x: x[:, :0],
+    "a list": lambda x: x.tolist(),
+    "none": lambda x: None,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", UNFIT)
+def test_tensors_that_rows_cannot_have_are_named(tmp_path, kind):
+    weight = torch.rand(5, DIM)
+    unfit = UNFIT[kind](weight)
+    with pytest.raises(ValueError, match="'w' must be a dense matrix of weights"):
+        oneemb.import_foreign(tmp_path / "t", {"w": unfit}, "torch", name="w", snapshot="s")
+    state = {"exp_avg": weight, "exp_avg_sq": unfit, "step": 1}
+    options = {"state": state, "with_state": True, "optimizer": "adam", "snapshot": "s"}
+    with pytest.raises(ValueError, match="must have the optimizer's state of 'adam', exp_avg, exp_avg_sq"):
+        oneemb.import_foreign(tmp_path / "t", {"w": weight}, "torch", **options)
+    assert not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize("step", [None, "3", -1, 2.5, float("nan"), torch.ones(5), 2**70])
+def test_a_count_of_steps_is_a_whole_number(tmp_path, step):
+    weight = torch.rand(5, DIM)
+    state = {"exp_avg": weight, "exp_avg_sq": weight, "step": step}
+    if step != "3":
+        with pytest.raises(ValueError, match="step of the optimizer's state must be a whole number from 0 on"):
+            oneemb.import_foreign(
+                tmp_path / "t", {"w": weight}, "torch", state=state, with_state=True, snapshot="s"
+            )  # fmt: skip
+    if step is not None:
+        with pytest.raises(ValueError, match="step must be None or an int from 0"):
+            oneemb.import_foreign(tmp_path / "t", {"w": weight}, "torch", step=step, snapshot="s")
+    for argument in ("embedding_dim", "num_embeddings"):
+        with pytest.raises(ValueError, match=f"{argument} must be None or an int from 1"):
+            if argument == "embedding_dim":
+                oneemb.import_foreign(tmp_path / "t", tmp_path, "hugectr", embedding_dim=step or 0, snapshot="s")
+            else:
+                oneemb.export_foreign(tmp_path / "t", tmp_path / "w.safetensors", "torch", num_embeddings=step or 0)
+
+
+def test_weights_of_either_byte_order_and_of_no_rows(tmp_path):
+    weight = np.arange(15.0).reshape(5, DIM)
+    oneemb.import_foreign(tmp_path / "t", {"w": weight.astype(">f4")}, "torch", snapshot="s")
+    assert_same(rows_in(tmp_path / "t", "s"), dict(enumerate(weight)))
+    for rows in (0, 1):
+        oneemb.import_foreign(tmp_path / "t", {"w": weight[:rows]}, "torch", snapshot=f"s{rows}")
+        oneemb.export_foreign(tmp_path / "t", tmp_path / f"w{rows}.safetensors", "torch", snapshot=f"s{rows}")
+        assert len(safetensors.torch.load_file(tmp_path / f"w{rows}.safetensors")["weight.ids"]) == rows
+
+
+@pytest.mark.parametrize(
+    ("format", "name"),
+    [("torch", ""), ("torch", "\ud800"), ("torchrec", "a.b"), ("tfra", "a\0b"), ("tfra", "a\nb"), ("tfra", "")],
+)
+def test_names_that_the_other_library_cannot_have_are_refused(tmp_path, format, name):
+    target = tmp_path if format == "tfra" else tmp_path / "w.safetensors"
+    with pytest.raises(ValueError, match="name must be the name of a table for"):
+        oneemb.export_foreign(
+            tmp_path / "t", target, format, name=name, snapshot="s", **({"num_embeddings": 5} if format == "torchrec" else {})
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
