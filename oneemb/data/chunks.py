@@ -1,5 +1,6 @@
 """Reads the pieces of a source in order and converts them to arrays, on threads if the loader has workers."""
 
+import os
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Executor, Future
@@ -61,11 +62,18 @@ class ChunkReader:
         self._chunk: Chunk | None = None
         self._row = 0
         self._has_read_all = False
+        self._process = os.getpid()
         self._error: Exception | None = None
         """Error of the source, which is raised after the chunks that were read before it."""
 
     def next_part(self, rows_max: int) -> RowRange | None:
-        """The next rows, at most `rows_max`; None = the source has none now, or has ended."""
+        """The next rows, at most `rows_max`; None = the source has none now, or has ended.
+
+        Raises:
+            RuntimeError: the process is a fork of the one that began to read.
+        """
+        if os.getpid() != self._process:  # It has no threads of the other, and would move the place in its open files.
+            raise RuntimeError("a loop over a loader must stay in its process; begin another loop in the forked one")
         while self._chunk is None or self._row == len(self._chunk.bad_N):
             self._read_ahead()
             if not self._coming and self._error is not None:

@@ -26,7 +26,8 @@ class Files:
     Each rank reads whole row groups; the last ones are cut, so that numbers of rows of ranks differ by one at most.
 
     Args:
-        *paths: paths, or patterns such as "clicks/**/*.parquet", whose files are read in the order of their names.
+        *paths: paths, or patterns such as "clicks/**/*.parquet", whose files are read in the order of their names. A
+            file that several patterns have is read once.
 
     Raises:
         ValueError: no file fits the paths.
@@ -37,8 +38,10 @@ class Files:
     def __init__(self, *paths: str | os.PathLike[str]):
         need("pyarrow", "Files", "parquet")
         self.name = ", ".join(os.fspath(path) for path in paths)
-        found = dict.fromkeys(file for path in paths for file in files_of(os.fspath(path)))
-        self._names, self.paths = [name for name, _ in found], [path for _, path in found]
+        found: dict[str, tuple[str, str]] = {}  # Several patterns may have a file, which is read once.
+        for name, path in (file for pattern in paths for file in files_of(os.fspath(pattern))):
+            found.setdefault(os.path.abspath(path), (name, path))
+        self._names, self.paths = [name for name, _ in found.values()], [path for _, path in found.values()]
         if not self.paths:
             raise ValueError(f"there must be a file at {self.name or 'a path'}, and there is none; check the pattern")
 
@@ -119,11 +122,13 @@ def _piece(path: str, group: int, first: int, rows: Any, position: Position, row
 
 
 def files_of(pattern: str) -> list[tuple[str, str]]:
-    """(name, path) of each file of a pattern, sorted. Names begin below the last folder without a wildcard."""
-    if not glob.has_magic(pattern):
+    """(name, path) of each file of a pattern, or of the file with this very path, sorted. Names begin below the last
+    folder without a wildcard."""
+    if not glob.has_magic(pattern) or os.path.isfile(pattern):
         return [(os.path.basename(pattern), pattern)]
     root = os.path.dirname(pattern[: re.search(r"[*?[]", pattern).start()])  # type: ignore[union-attr]
-    return sorted((os.path.relpath(path, root or "."), path) for path in glob.glob(pattern, recursive=True))
+    found = [path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path)]
+    return sorted((os.path.relpath(path, root or "."), path) for path in found)
 
 
 # ---- rows of ranks ---------------------------------------------------------------------------------------------------

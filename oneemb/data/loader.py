@@ -72,6 +72,9 @@ class Loader:
                                     ("workers", workers, 0)):  # fmt: skip
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise ValueError(f"{name} must be an int of at least {least}, got {number!r}")
+        for name, seconds in (("max_wait_s", max_wait_s), ("end_after_s", 0 if end_after_s is None else end_after_s)):
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+                raise ValueError(f"{name} must be a number of seconds, 0 or more, got {seconds!r}")
         if bad_rows not in ("raise", "drop"):
             raise ValueError(f'bad_rows must be "raise" or "drop", got {bad_rows!r}')
         self._names = names_of(columns)

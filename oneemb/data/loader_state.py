@@ -1,6 +1,6 @@
 """State of a loader: small, immutable, and made of types that a checkpoint can hold."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,14 +56,17 @@ def read_states(state: Any) -> list[LoaderState]:
     """
     dicts = state if isinstance(state, list) else [state]
     states = []
-    for one in dicts:
-        if not isinstance(one, Mapping) or one.get("format") != _FORMAT or "open" not in one:
+    for one in dicts or [None]:
+        try:
+            if one["format"] != _FORMAT:
+                raise ValueError
+            fields = {name: one[name] for name in LoaderState.__dataclass_fields__}
+            states.append(LoaderState(**{**fields, "open": [Window(**window) for window in one["open"]]}))
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"load_state_dict must get a result of state_dict of an oneemb.data.Loader, format {_FORMAT}, got"
                 f" {one!r:.200}"
-            )
-        fields = {name: one[name] for name in LoaderState.__dataclass_fields__}
-        states.append(LoaderState(**{**fields, "open": [Window(**window) for window in one["open"]]}))
+            ) from error
     states.sort(key=lambda one: one.rank)
     if isinstance(state, list) and [(one.rank, one.world_size) for one in states] != [
         (rank, len(states)) for rank in range(len(states))

@@ -216,13 +216,54 @@ def test_states_of_other_ranks_and_batch_sizes_are_refused(tmp_path):
         (states[0], {}, "list of the states of all ranks"),
         (states[:1], {}, "must get the states of all ranks"),
         (states[0], {"rank": 0, "world_size": 2, "batch_size": 5}, "batch_size must be 4"),
-        ({"at": 3}, {}, "must get a result of state_dict"),
-        (None, {}, "must get a result of state_dict"),
+        *(
+            (wrong, {}, "must get a result of state_dict")
+            for wrong in [
+                {"at": 3},
+                None,
+                [],
+                [[]],
+                {**states[0], "open": None},
+                {**states[0], "open": [{}]},
+                {name: states[0][name] for name in states[0] if name != "next"},
+            ]
+        ),
     ]:
         with pytest.raises(ValueError, match=text):
             loader_of(tmp_path, **options).load_state_dict(state)
     with pytest.raises(ValueError, match="train on fewer ranks"):
         len(loaders_of(tmp_path, 21)[0])
+
+
+def test_files_are_read_once_folders_are_left_out_and_a_name_may_look_like_a_pattern(tmp_path):
+    (tmp_path / "a[1]").mkdir()
+    total = write(tmp_path / "a[1]", [3])
+    (tmp_path / "a[1]" / "000-0.parquet").rename(tmp_path / "a[1]" / "b[2].parquet")
+    write(tmp_path, [4], first=total)
+    found = Files(f"{tmp_path}/**/*.parquet", f"{tmp_path}/*.parquet", f"{tmp_path}/a[1]/b[2].parquet", f"{tmp_path}/*")
+    assert sorted(numbers_of(Loader(found, 4, COLUMNS))) == list(range(7))
+
+
+def test_a_loop_that_goes_on_in_a_fork_is_an_error_and_another_one_is_not(tmp_path):
+    total = write(tmp_path, [40])
+    for workers in (0, 2):
+        loader = loader_of(tmp_path, 4, workers=workers)
+        loop = iter(loader)
+        seen = numbers_of([next(loop)])
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                list(loop)
+            except RuntimeError as error:
+                again = loader_of(tmp_path, 4, workers=workers)
+                again.load_state_dict(loader.state_dict())
+                if "must stay in its process" in str(error) and numbers_of(again)[-1] == total - 1:
+                    status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert seen + numbers_of(loop) == list(range(total))
 
 
 def test_files_that_are_none_or_are_damaged_are_named(tmp_path):
@@ -380,7 +421,8 @@ def test_rank_and_world_size_are_given_together():
         Loader(None, 4, {}, rank=1)
     with pytest.raises(ValueError, match="rank must be from 0 to 1"):
         Loader(None, 4, {}, rank=2, world_size=2)
-    for options in ({"batch_size": 0}, {"shuffle": -1}, {"workers": True}, {"bad_rows": "ignore"}):
+    for options in ({"batch_size": 0}, {"shuffle": -1}, {"workers": True}, {"bad_rows": "ignore"}, {"max_wait_s": "1"},
+                    {"max_wait_s": None}, {"end_after_s": -1}, {"max_wait_s": math.nan}):  # fmt: skip
         with pytest.raises(ValueError, match="must be"):
             Loader(**{"source": None, "batch_size": 4, "columns": {}, **options})
     with pytest.raises(TypeError, match="columns must be a dict"):
