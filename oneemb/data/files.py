@@ -1,8 +1,8 @@
 """A fixed set of Parquet and Arrow files, whose rows are dealt evenly to the ranks.
 
-A position is {"taken": [[rows of each rank] for each former number of ranks], "rank", "of", "row"}: rows that each rank
-had taken when the number of ranks changed, and rows that this rank has taken since. Dealing
-again gives the rows that each rank has left, so the position stays small.
+A position is {"taken": [[rows of each rank] for each former number of ranks], "rank", "of", "row"}: "taken" are the
+rows that each rank had taken when the number of ranks changed, "row" the rows that this rank has taken since. A read
+deals row groups again from the first deal on to find the rows of each rank, so a position stays small.
 """
 
 import glob

@@ -28,9 +28,10 @@ _ALL = 1 << 40
 class GrowingFolder:
     """Rows of Parquet and Arrow files in the order of the files' names, also of files that are added later.
 
-    The name of a new file must sort behind the names of all files before it, and the file must be whole when it gets
-    its name: write it under another name, and rename it. A file may be deleted once no checkpoint that is to be resumed
-    has its position in the file, or before it. Ranks share row groups by a checksum of file name and number.
+    The name of a new file must sort behind the names of all files before it; a file that comes late while no loop runs
+    is not noticed. The file must be whole when it gets its name: write it under another name that the pattern does not
+    fit, and rename it. A file may be deleted once the positions of all checkpoints that may be resumed are behind it.
+    Ranks share row groups by a checksum of file name and number.
 
     Args:
         pattern: pattern such as "clicks/*.parquet".

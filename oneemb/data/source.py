@@ -38,8 +38,8 @@ class Piece:
     place: Callable[[int], str]
     """Function that returns where row k stands, for errors."""
     alone: Callable[[int], Position] | None = None
-    """Function that returns a position from which a read gives row k and the rows behind it first. None = the piece
-    goes on where the one before it ended, so that a read from there gives both."""
+    """Function that returns a position from which a read gives row k first, then the rows behind it. None = this piece
+    begins where the piece before it ended, so that one read gives both."""
     bad: dict[int, str] = field(default_factory=dict)
     """{row: why it could not be read}; such a row has nulls."""
 
@@ -70,7 +70,7 @@ class FixedSource(DataSource, Protocol):
         """Rows of each rank from `begin` or `share` on."""
 
     def identity(self) -> str:
-        """Text that differs if the rows of the source differ."""
+        """Text by which `check` finds that the rows are others."""
 
     def check(self, identity: str) -> None:
         """Raise ChangedSourceError if the source has another identity now."""
