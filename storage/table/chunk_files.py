@@ -59,6 +59,8 @@ class ChunkFile:
         self.blocks = 0
         self.keys_bytes = HEADER_BYTES
         self.keys_sum = 0
+        self.runs_bytes = 0
+        """Bytes on disk of the chunk's runs, in both files."""
         self.synced_bytes = 0
         self.suspect = False
         self.holds = 0
@@ -82,11 +84,6 @@ class ChunkFile:
     @property
     def end(self) -> "ChunkEnd":
         return ChunkEnd(self.blocks, self.keys_bytes, self.keys_sum)
-
-    @property
-    def runs_bytes(self) -> int:
-        """Bytes on disk of the chunk's runs, in both files."""
-        return self.blocks * self.geometry.block_bytes + self.keys_bytes - HEADER_BYTES
 
     @property
     def nbytes(self) -> int:
@@ -349,6 +346,7 @@ class ChunkFiles:
     def _extend(self, chunk: ChunkFile, end: ChunkEnd) -> None:
         before = chunk.runs_bytes
         chunk.blocks, chunk.keys_bytes, chunk.keys_sum = end
+        chunk.runs_bytes = chunk.blocks * chunk.geometry.block_bytes + chunk.keys_bytes - HEADER_BYTES
         self.needed_bytes += chunk.needed * (chunk.runs_bytes - before)
 
     def _close_chunk(self, chunk: ChunkFile) -> None:

@@ -25,9 +25,11 @@ chunk more for each snapshot, because a snapshot that holds the chunk being writ
 appended to it later. A save that replaces a snapshot needs the chunks of both for a while; the bound allows this, since
 every row is then counted once as live and once as saved.
 
-Pace. A put waits for a move that goes on beside it in steps: while a share f of a chunk's rows has been moved, puts may
-use no more than a fifth, and a share f of the rest, of the room that was left when the move began. So no put waits for
-a whole chunk, and all puts together wait no longer than before.
+Pace. The excess is the disk use beyond the bound less 1 chunk, in chunks: the bound holds while excess <= 1. While a
+chunk is being moved beside the puts, each part of the move counts as if it freed its part of the chunk at once, and a
+put waits while the excess so counted is above a half. So no put waits for a whole chunk, and puts at full speed go on
+at the rate at which chunks are freed. The other half leaves room for files that are still being removed. The rows that
+a move has written are in the table twice until it ends: this is the second chunk of the bound.
 
 Cost. The chunk with the smallest live fraction u is cleaned first: u / (1 - u) rows move for each row that is freed. So
 a row is written at most 1 + 1 / s times, 17 at a = 2, and far fewer times where chunks differ. Writes for each row that
@@ -43,7 +45,7 @@ Invariant: a row that was put again or erased since its chunk was read is not mo
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,8 +103,8 @@ class Background:
 _PIECE_ROWS = 4096
 # Compaction begins in the background when the disk use exceeds the bound by this many chunks.
 _EARLY = 0.25
-# Share of the room that puts may use before a move has moved a row.
-_AT_ONCE = 0.2
+# Room that puts leave while a chunk is being moved, as a number of chunks.
+_NOT_AT_ONCE = 0.5
 # `compact` skips a chunk whose live rows take at least this share of its bytes.
 _FULL_ENOUGH = 0.95
 # The largest g of the docstring above, and s / g: the part of the garbage that a save leaves to loose chunks.
@@ -146,9 +148,8 @@ class Compactor:
         self._background = background
         self._stopping = False
         self._moving: ChunkFile | None = None
-        # Of the move in progress: excess when it began, the share of its rows that have been looked at, and chunks that
-        # the other rows fill.
-        self._excess_begun, self._moved, self._to_move = 0.0, 0.0, 0.0
+        # Of the move in progress: the share of the chunk's rows that have been looked at, and how many were written.
+        self._moved, self._rewritten = 0.0, 0
         self._damaged: set[ChunkFile] = set()
         self._rows_since_save = 0
         self.done = CompactionResult()
@@ -200,7 +201,7 @@ class Compactor:
                 elif not self._compact_one():
                     break
             if self._background is not None and not self._background.busy and self._excess() > _EARLY:
-                if self._least(self._loose(), self._full) is not None:
+                if self._least_loose() is not None:
                     self._background.start(self._run)
         self._rows_since_save += rows
 
@@ -237,7 +238,7 @@ class Compactor:
     def move(self, chunk: ChunkFile) -> None:
         """Move the live rows of a chunk to the end of the log, and release the chunk, which must not be being written.
         Requires the guard, held once, and releases it while the chunk is read."""
-        while self._moving is not None or chunk in self._live and self._removals_in_the_way(self._fill(chunk)):
+        while self._moving is not None or chunk in self._live and self._removals_in_the_way(chunk):
             if self._moving is not None:
                 self._guard.wait()
             else:
@@ -249,8 +250,7 @@ class Compactor:
             return
         geometry, part = self._live.geometry, self._live.part(chunk)
         self._moving = chunk
-        self._excess_begun, self._moved, self._to_move = self._excess(), 0.0, self._fill(chunk)
-        looked_at = 0
+        self._moved, self._rewritten, looked_at = 0.0, 0, 0
         self._files.hold(chunk)
         try:
             with self._store_lock.others_allowed():
@@ -270,7 +270,7 @@ class Compactor:
                         self._append(table_N[here], id_N[here], row_NW[here])
                         looked_at += len(id_N)
                         self._moved = looked_at / part.rows
-                        self._to_move = self._fill(chunk)
+                        self._rewritten += len(here)
                         self._guard.notify_all()  # A put that waits may have room now.
             if chunk in self._live and self._live.live_of(chunk) == 0:
                 self._live.remove(chunk)
@@ -279,7 +279,7 @@ class Compactor:
             self._damaged.add(chunk)  # Not tried again: each try would fail. Its sound rows stay where they are.
             raise
         finally:
-            self._moving, self._to_move = None, 0.0
+            self._moving = None
             self._files.release(chunk)
             self._guard.notify_all()
 
@@ -304,16 +304,28 @@ class Compactor:
 
     def _must_wait(self) -> bool:
         """Whether a put must wait: the bound leaves no room, or puts have taken more room than a move has made."""
-        excess = self._excess()
-        if excess > 1 or self._removals_in_the_way(self._to_move):
-            return True
-        share = _AT_ONCE + (1 - _AT_ONCE) * self._moved
-        return self._moving is not None and excess > self._excess_begun + (1 - self._excess_begun) * share
+        chunk, excess, room = self._moving, self._excess(), 1.0
+        if chunk is not None and not chunk.snapshots:
+            room -= _NOT_AT_ONCE
+            if chunk in self._live:
+                # The end of the move frees the chunk. Each part of the move counts as if it freed its part at once.
+                rewritten, to_move = self._chunks_of(self._rewritten), self._to_move(chunk)
+                room += rewritten + self._moved * (chunk.runs_bytes / self.chunk_bytes - rewritten - to_move)
+                room = min(room, 2 - to_move)
+        return excess > room or self._removals_in_the_way(chunk)
 
-    def _removals_in_the_way(self, to_move: float) -> bool:
-        """Whether chunks whose files are being removed take the room for `to_move` chunks of moved rows."""
+    def _removals_in_the_way(self, chunk: ChunkFile | None) -> bool:
+        """Whether chunks whose files are being removed take the room for the live rows of a chunk that is moved."""
         removing = self._files.removing_bytes / self.chunk_bytes
+        to_move = self._to_move(chunk) if chunk is not None and chunk in self._live else 0.0
         return removing > 0 and self._excess() + removing + to_move > 2
+
+    def _to_move(self, chunk: ChunkFile) -> float:
+        """Size of a chunk's live rows, as a number of chunks."""
+        return self._chunks_of(self._live.live_of(chunk))
+
+    def _chunks_of(self, rows: int) -> float:
+        return rows * self._live.geometry.disk_bytes_per_row / self.chunk_bytes
 
     def _append(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
         if len(id_N):
@@ -329,7 +341,7 @@ class Compactor:
                     break
 
     def _compact_one(self) -> bool:
-        chunk = self._least(self._loose(), self._full)
+        chunk = self._least_loose()
         if chunk is None:
             return False
         self.move(chunk)
@@ -343,23 +355,35 @@ class Compactor:
         full = 1 / (1 + loose_garbage)
         held_max = (1 + self._garbage_max - loose_garbage) * live
         spare = (self._max_space_amplification - 1 - loose_garbage) * live
-        kept, kept_rows_bytes = self._store.kept_beside(name)
-        own = [chunk for chunk in self._live.chunks() if chunk not in self._damaged]
-        sealed = [chunk for chunk in own if not self._writer.writes_to(chunk)]
-        # Moving rows out of a chunk that another snapshot needs too would increase the bytes of held chunks.
-        fresh = [chunk for chunk in sealed if chunk not in kept]
+        replaced, kept_rows_bytes = self._store.replaced_by(name)
+
+        def kept(chunk: ChunkFile) -> bool:
+            return chunk.snapshots > (chunk in replaced)
+
+        def fresh(chunk: ChunkFile) -> bool:
+            # Moving rows out of a chunk that another snapshot needs too would increase the bytes of held chunks.
+            return self._may_move(chunk) and not kept(chunk)
+
+        chunks, byte_C, fill_C = self._fills()
+        own_bytes = int(byte_C.sum()) + self._writer.bytes_to_write(self._live)
+        held_bytes = self._files.needed_bytes + self._writer.bytes_to_write(self._live)
+        held_bytes -= sum(chunk.runs_bytes for chunk in replaced if chunk.snapshots == 1 and chunk not in self._live)
+        for chunk in self._damaged:
+            if chunk in self._live:
+                own_bytes -= chunk.runs_bytes
+                held_bytes -= 0 if kept(chunk) else chunk.runs_bytes
         # Rows that the replaced snapshot needs too exist twice during the save: room for them is made first.
-        chunk = self._least(self._loose(), full) if self._excess() > 0 else None
-        if chunk is None and self._bytes_of({*own, *kept}) > max(spare, held_max + kept_rows_bytes):
-            chunk = self._least(fresh, full)
-        if chunk is None and self._bytes_of(own) > max(spare, held_max):
-            chunk = self._least(sealed, full)
-        if chunk is None:
-            chunk = self._least(fresh, _MOVED_FILL_MAX)
+        chosen = _least(chunks, fill_C, self._may_move_loose, full) if self._excess() > 0 else None
+        if chosen is None and held_bytes > max(spare, held_max + kept_rows_bytes):
+            chosen = _least(chunks, fill_C, fresh, full)
+        if chosen is None and own_bytes > max(spare, held_max):
+            chosen = _least(chunks, fill_C, self._may_move, full)
+        if chosen is None:
+            chosen = _least(chunks, fill_C, fresh, _MOVED_FILL_MAX)
             many = self._rows_since_save - len(self._live.index) / 2
-            if chunk is not None and moved + self._live.live_of(chunk) > _MOVED_SHARE * many:
-                chunk = None
-        return chunk
+            if chosen is not None and moved + self._live.live_of(chosen) > _MOVED_SHARE * many:
+                chosen = None
+        return chosen
 
     @property
     def _full(self) -> float:
@@ -368,18 +392,23 @@ class Compactor:
             return 1 / (1 + self._garbage_max * _LOOSE_PART)
         return (1 + 1 / self._max_space_amplification) / 2
 
-    def _loose(self) -> list[ChunkFile]:
-        """Chunks that no snapshot needs and that are neither being written nor damaged."""
-        return [chunk for chunk in self._files.loose if self._may_move(chunk)]
-
     def _may_move(self, chunk: ChunkFile) -> bool:
         # A compactor whose rows a load or a clear has replaced moves no chunk of the new rows.
         return chunk in self._live and not (self._writer.writes_to(chunk) or chunk in self._damaged)
 
-    def _least(self, chunks: Iterable[ChunkFile], full: float) -> ChunkFile | None:
-        """The chunk with the smallest live share of its bytes, if this share is below `full`."""
-        fill, _, chunk = min(((self._fill(chunk), chunk.number, chunk) for chunk in chunks), default=(full, 0, None))
-        return chunk if fill < full else None
+    def _may_move_loose(self, chunk: ChunkFile) -> bool:
+        return not chunk.snapshots and self._may_move(chunk)
+
+    def _least_loose(self) -> ChunkFile | None:
+        """The chunk that a put moves next: no snapshot needs it. None = there is none."""
+        chunks, _, fill_C = self._fills()
+        return _least(chunks, fill_C, self._may_move_loose, self._full)
+
+    def _fills(self) -> tuple[list[ChunkFile], np.ndarray, np.ndarray]:
+        """The chunks, and of each the bytes on disk, int64 [C], and the live share of these bytes, float64 [C]."""
+        chunks, live_C = self._live.live_counts()
+        byte_C = np.fromiter((chunk.runs_bytes for chunk in chunks), np.int64, len(chunks))
+        return chunks, byte_C, live_C * self._live.geometry.disk_bytes_per_row / np.maximum(byte_C, 1)
 
     def _fill(self, chunk: ChunkFile) -> float:
         return self._live.live_of(chunk) * self._live.geometry.disk_bytes_per_row / max(1, self._bytes_of([chunk]))
@@ -404,6 +433,15 @@ class Compactor:
     def _raise_error(self) -> None:
         if self._background is not None:
             self._background.raise_error()
+
+
+def _least(
+    chunks: list[ChunkFile], fill_C: np.ndarray, may: Callable[[ChunkFile], bool], full: float
+) -> ChunkFile | None:
+    """The least filled chunk, the oldest of equals, of those filled below `full` for which `may` returns True."""
+    below = np.flatnonzero(fill_C < full)
+    number_C = np.fromiter((chunks[c].number for c in below), np.int64, len(below))
+    return next((chunks[c] for c in below[np.lexsort((number_C, fill_C[below]))] if may(chunks[c])), None)
 
 
 _FIELDS = ("chunks", "rows_moved", "bytes_freed")

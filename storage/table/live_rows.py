@@ -97,15 +97,17 @@ class LiveRows:
         """Number of live rows in the chunk."""
         return int(self.live_E[self._extents[chunk]].sum())
 
+    def live_counts(self) -> tuple[list[ChunkFile], np.ndarray]:
+        """The chunks, by their places, and the number of live rows of each, int64 [C]."""
+        first_C = np.sort(np.fromiter(self._chunk, np.int64, len(self._chunk)))
+        # A sum runs up to the next chunk: the extents between are free, so they have no live rows.
+        live_C = np.add.reduceat(self.live_E, first_C) if len(first_C) else first_C
+        return [self._chunk[first] for first in first_C.tolist()], live_C
+
     def dead_chunks(self) -> list[ChunkFile]:
         """The chunks without live rows."""
-        dead = self.first_E[(self.live_E == 0) & (self.first_E >= 0)]
-        first_C, extents_C = np.unique(dead, return_counts=True)
-        return [
-            chunk
-            for first, extents in zip(first_C.tolist(), extents_C.tolist(), strict=True)
-            if self._extents[chunk := self._chunk[first]].stop - first == extents
-        ]
+        chunks, live_C = self.live_counts()
+        return [chunks[c] for c in np.flatnonzero(live_C == 0)]
 
     def add(self, chunk: ChunkFile, blocks: int) -> None:
         """Give a chunk extents for this many blocks, and take over the caller's hold of the chunk. After a MemoryError
@@ -263,10 +265,11 @@ class LiveRows:
             self.emptied = True
 
     def _free_extents(self, size: int) -> int | None:
-        """First extent of `size` neighbouring free extents; None = there are no such extents."""
-        free = np.flatnonzero(self.first_E == -1)
-        runs = np.flatnonzero(free[size - 1 :] - free[: max(0, len(free) - size + 1)] == size - 1)
-        return int(free[runs[0]]) if len(runs) else None
+        """First of the first `size` neighbouring free extents; None = there are no such extents."""
+        edges = np.flatnonzero(np.diff(self.first_E == -1, prepend=False, append=False))
+        begins, ends = edges[::2], edges[1::2]
+        fit = np.flatnonzero(ends - begins >= size)
+        return int(begins[fit[0]]) if len(fit) else None
 
     def _grow(self, size: int) -> None:
         """Add at least `size` neighbouring extents."""

@@ -189,10 +189,12 @@ class SnapshotStore:
         """Bytes on disk of the rows of all snapshots that hold chunks, those being saved included."""
         return sum(_rows_bytes(record) for record, _ in [*self._held.values(), *self._removed, *self._saving])
 
-    def kept_beside(self, name: str) -> tuple[set[ChunkFile], int]:
-        """(chunks that snapshots other than `name` hold, bytes on disk of the rows of these snapshots)."""
-        kept = [held for other, held in self._held.items() if other != name] + self._removed + self._saving
-        return {chunk for _, chunks in kept for chunk in chunks}, sum(_rows_bytes(record) for record, _ in kept)
+    def replaced_by(self, name: str) -> tuple[set[ChunkFile], int]:
+        """(chunks of the snapshot `name`, bytes on disk of the rows of all other snapshots)."""
+        if name not in self._held:
+            return set(), self.rows_bytes()
+        record, chunks = self._held[name]
+        return set(chunks), self.rows_bytes() - _rows_bytes(record)
 
     def _end_save(self, record: SnapshotRecord, rows: HeldRows, error: BaseException | None) -> None:
         """End a save. Without an error, or if only the rename may be undone by a loss of power, the snapshot holds the

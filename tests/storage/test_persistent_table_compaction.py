@@ -13,10 +13,11 @@ import pytest
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.table import compaction
 from oneemb.storage.table.compaction import Compactor
 from oneemb.storage.table.persistent_table import PersistentTable
 from tests.support.faulty_fs import FaultyFileSystem
-from tests.support.inside import meanwhile
+from tests.support.inside import check_choices, meanwhile
 from tests.support.table_model import check, got, put, put_random, random_rows
 
 THREADS = Threads(1)
@@ -122,6 +123,8 @@ def test_compaction_leaves_snapshots_and_rows_alone(tmp_path):
         for n in range(8):
             for _ in range(6):
                 put_random(table, rows, rng, 500, ids=400)
+            check_choices(table, f"s{n % 3}")
+            check_choices(table, "other")
             table.save_snapshot(f"s{n % 3}", {}, overwrite=True)
             saved[f"s{n % 3}"] = dict(rows)
             table.compact()
@@ -129,6 +132,23 @@ def test_compaction_leaves_snapshots_and_rows_alone(tmp_path):
         for name, expected in saved.items():
             table.load_snapshot(name)
             check(table, expected)
+
+
+def test_compaction_chooses_the_chunks_that_its_formulas_name():
+    reasons = set()
+    for amplification in (1.1, 4.0):
+        rng, rows = np.random.default_rng(0), {}
+        options = dict(row_width=128, chunk_bytes=1, max_space_amplification=amplification)
+        with open_table("/t", fs=FaultyFileSystem(), background=False, **options) as table:
+            put_random(table, rows, rng, 2000, ids=1000)
+            for _ in range(150):
+                put_random(table, rows, rng, int(rng.integers(1, 400)), ids=1000)
+                reasons |= {check_choices(table, name) for name in ["new", *(s.name for s in table.snapshots())]}
+                if rng.random() < 0.15:
+                    table.save_snapshot(f"s{rng.integers(4)}", {}, overwrite=True)
+                if rng.random() < 0.1 and table.snapshots():
+                    table.delete_snapshot(table.snapshots()[rng.integers(len(table.snapshots()))].name)
+    assert reasons == {"loose", "held", "own", "beyond need", "none"}
 
 
 class SlowReads(LocalFileSystem):
@@ -167,6 +187,7 @@ def test_the_table_is_used_while_a_chunk_is_being_moved(tmp_path, then):
     if then == "put":
         keys = list(rows)[:200]
         new = random_rows(rng, len(keys), 16)
+        threading.Timer(0.05, fs.go_on.set).start()  # A put of many rows waits until the move has made room.
         put(table, rows, np.array([t for t, _ in keys], np.int32), np.array([i for _, i in keys]), new)
         check(table, rows)
     elif then == "save":
@@ -228,6 +249,7 @@ def test_a_damaged_chunk_is_reported_once_and_its_sound_rows_stay():
                 put_random(table, rows, rng, 300, ids=400)
         for _ in range(50):
             put_random(table, rows, rng, 300, ids=400)
+            check_choices(table, "s")
         assert table.stats()["rows_moved"] > 0
 
 
@@ -372,28 +394,51 @@ def waits_for_room(thread):
     return frame is not None
 
 
-def test_puts_wait_for_a_move_in_steps_long_before_the_bound_is_reached(tmp_path):
-    rng, rows, fs, stop = np.random.default_rng(0), {}, SlowReads(), threading.Event()
-    with open_table(tmp_path, fs=fs, io="pread", max_space_amplification=4.0) as table:
+def test_puts_get_room_step_by_step_while_a_chunk_is_being_moved(tmp_path, monkeypatch):
+    rng, rows, stop = np.random.default_rng(0), {}, threading.Event()
+    scan, begun, pieces = compaction.scan_rows, threading.Event(), threading.Semaphore(0)
+
+    def scan_slowly(*arguments, **options):
+        for piece in scan(*arguments, **options):
+            begun.set()
+            assert stop.is_set() or pieces.acquire(timeout=600)
+            yield piece
+
+    monkeypatch.setattr(compaction, "scan_rows", scan_slowly)
+    monkeypatch.setattr(compaction, "_PIECE_ROWS", 16)
+    with open_table(tmp_path) as table:
         put(table, rows, np.zeros(6000, np.int32), np.arange(6000), random_rows(rng, 6000, 16))
-        fs.go_on.clear()
 
         def overwrite():
             while not stop.is_set():
                 id_U = rng.choice(6000, 16, replace=False)
                 put(table, rows, np.zeros(16, np.int32), id_U, random_rows(rng, 16, 16))
 
+        def room():
+            """Rows put, and rows moved, since the last call, once puts wait for the move."""
+            waits, before = 0, room.stats
+            while waits < 100:  # A put that waits for something else does not wait for so long.
+                assert thread.is_alive()
+                waits = waits + 1 if waits_for_room(thread) else 0
+                time.sleep(0.001)
+            room.stats = table.stats()
+            return room.stats["rows_put"] - before["rows_put"], room.stats["rows_moved"] - before["rows_moved"]
+
+        def step():
+            pieces.release(2)
+            return room()
+
+        room.stats = table.stats()
         thread = threading.Thread(target=overwrite)
         thread.start()
-        assert fs.reading.wait(600)
-        begun, waits = table.stats(), 0
-        while waits < 100:  # A put that waits for something else does not wait for so long.
-            assert thread.is_alive()
-            waits = waits + 1 if waits_for_room(thread) else 0
-            time.sleep(0.001)
-        waiting = table.stats()
+        assert begun.wait(600)
+        room()
+        while step()[0] == 0:  # Puts may have taken more room before the move began.
+            pass
+        steps = [step() for _ in range(4)]
         stop.set()
-        fs.go_on.set()
+        pieces.release()
         thread.join(600)
-        assert waiting["loose_bytes"] - begun["loose_bytes"] < 0.3 * begun["chunk_bytes"]
+        assert all(0 < moved <= 32 for _, moved in steps), steps
+        assert sum(put for put, _ in steps) > sum(moved for _, moved in steps), "a chunk has more dead rows than live"
         check(table, rows)

@@ -366,17 +366,21 @@ def test_extents_are_neighbours_of_one_chunk_and_are_used_again():
     disk.make_directories("/t")
     files = ChunkFiles(disk, "/t", 0, False)
     live = LiveRows(geometry.make_geometry(WIDTH, BLOCK, 1 << 24), files, THREADS)
-    per_extent = live.geometry.blocks_per_extent
+    per_extent, taken = live.geometry.blocks_per_extent, []
     for _ in range(400):
         if model and rng.random() < 0.45 or len(model) > 40:
             chunk = list(model)[rng.integers(len(model))]
+            taken = [extent for extent in taken if extent not in model[chunk]]
             del model[chunk]
             live.remove(chunk)
         else:
             chunk, blocks = files.create(live.geometry), int(rng.integers(1, 6 * per_extent))
+            size, extents = -(-blocks // per_extent), len(live.first_E)
+            fits = (n for n in range(extents) if {*range(n, n + size)}.isdisjoint(taken) and n + size <= extents)
             live.add(chunk, blocks)
             first = live.first_block(chunk) // per_extent
-            model[chunk] = set(range(first, first + -(-blocks // per_extent)))
+            assert first == next(fits, first)
+            model[chunk] = set(range(first, first + size))
         taken = [extent for extents in model.values() for extent in extents]
         assert len(taken) == len(set(taken)) and set(live.dead_chunks()) == set(model)
         for chunk, extents in model.items():

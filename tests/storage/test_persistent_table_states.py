@@ -20,7 +20,7 @@ from oneemb.storage.errors import SnapshotExistsError, SnapshotNotFoundError
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_reader import SnapshotReader
 from tests.support.faulty_fs import FaultyFileSystem
-from tests.support.inside import check_chunk_totals
+from tests.support.inside import check_choices, check_chunk_totals
 from tests.support.table_model import check, got, put, random_rows
 
 THREADS = Threads(1)
@@ -149,6 +149,8 @@ class TableMachine(RuleBasedStateMachine):
             name: n for name, (n, _) in self.saved.items()
         }
         check_chunk_totals(self.table)
+        for name in ["new", *self.saved]:
+            check_choices(self.table, name)
         stats = self.table.stats()
         if self.beside:
             return  # A run that is being written is in the files already.

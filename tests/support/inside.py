@@ -5,6 +5,8 @@ import resource
 import threading
 from contextlib import contextmanager
 
+import numpy as np
+
 from oneemb.storage.tiers import growing_array, reservation
 
 # ---- a graph ---------------------------------------------------------------------------------------------------------
@@ -52,6 +54,58 @@ def check_chunk_totals(table):
         assert files.needed_bytes == sum(runs)
         assert set(files.loose) == current - kept
         assert {chunk for chunk in files.chunks.values() if chunk.needed} == current | kept
+
+
+def check_choices(table, name):
+    """Compare the chunks that compaction would move next, for a put and for a save of the snapshot `name`, with those
+    that the formulas of compaction.py choose when each chunk is looked at by itself. Returns why the save moves it."""
+    with table._store_lock:
+        table._contents.compactor.put_pending()
+        live, writer, compactor, store = (
+            table._contents.live, table._contents.writer, table._contents.compactor, table._store
+        )  # fmt: skip
+        per_row, a = live.geometry.disk_bytes_per_row, compactor._max_space_amplification
+
+        def nbytes(chunks):
+            runs = sum(chunk.blocks * chunk.geometry.block_bytes + chunk.keys_bytes - 128 for chunk in chunks)
+            return runs + writer.bytes_to_write(set(chunks))
+
+        def fill(chunk):
+            extents, size = live._extents[chunk], live.geometry.rows_per_extent // 8
+            live_rows = int(np.unpackbits(live.bit_N[extents.start * size : extents.stop * size]).sum(dtype=np.int64))
+            return live_rows * per_row / max(1, nbytes([chunk]))
+
+        def least(chunks, full):
+            chunk = min(chunks, key=lambda chunk: (fill(chunk), chunk.number), default=None)
+            return chunk if chunk is not None and fill(chunk) < full else None
+
+        kept = [held for other, held in store._held.items() if other != name] + store._removed + store._saving
+        kept_bytes = sum(int(record.info.rows * record.geometry.disk_bytes_per_row) for record, _ in kept)
+        kept = {chunk for _, chunks in kept for chunk in chunks}
+        own = [chunk for chunk in live.chunks() if chunk not in compactor._damaged]
+        sealed = [chunk for chunk in own if not writer.writes_to(chunk)]
+        loose = [chunk for chunk in sealed if not chunk.snapshots]
+        assert compactor._least_loose() is least(loose, compactor._full)
+
+        garbage = min(0.3, a - 1)
+        s = 0.2 * garbage
+        rows = len(live.index) * per_row
+        most, spare = (1 + garbage - s) * int(rows), (a - 1 - s) * int(rows)
+        fresh, full = [chunk for chunk in sealed if chunk not in kept], 1 / (1 + s)
+        chosen, reason = None, ""
+        if compactor._excess() > 0:
+            chosen, reason = least(loose, full), "loose"
+        if chosen is None and nbytes({*own, *kept}) > max(spare, most + kept_bytes):
+            chosen, reason = least(fresh, full), "held"
+        if chosen is None and nbytes(own) > max(spare, most):
+            chosen, reason = least(sealed, full), "own"
+        if chosen is None:
+            chosen, reason = least(fresh, 0.98), "beyond need"
+            many = compactor._rows_since_save - len(live.index) / 2
+            if chosen is not None and live.live_of(chosen) > 0.4 * many:
+                chosen = None
+        assert compactor._next_for_save(name, 0) is chosen
+        return reason if chosen is not None else "none"
 
 
 @contextmanager
