@@ -192,20 +192,13 @@ def not_run(error: RuntimeError) -> bool:
     return any(reason in str(error) for reason in _NOT_RUN)
 
 
-class _Here(threading.local):
-    submitting = False
-
-
-_here = _Here()
-
-
 def submit(pool: Executor, function: Callable[..., _T], *args: Any) -> Future[_T]:
     """`pool.submit`, except that the caller runs the function itself if the pool cannot:
 
     - the interpreter is shutting down and pools accept no work, while the user's threads and exit functions still run;
     - no thread can be started: the pool may have queued the work all the same, and another of its threads may run it
       first; see `start`;
-    - a signal handler has interrupted a call of this function: the pools' locks are not reentrant.
+    - a signal handler has interrupted a call of a pool: the pools' locks are not reentrant.
     """
     once, done = threading.Lock(), list[Future[_T]]()
 
@@ -215,15 +208,12 @@ def submit(pool: Executor, function: Callable[..., _T], *args: Any) -> Future[_T
                 done.append(_run(function, *args))
         return done[0]
 
-    if not _here.submitting and (_is_full(pool) or _has_room_for_thread()):
-        _here.submitting = True
+    if not within_thread_code() and (_is_full(pool) or _has_room_for_thread()):
         try:
             return pool.submit(lambda: run().result())
         except RuntimeError as error:
             if not not_run(error):
                 raise
-        finally:
-            _here.submitting = False
     return run()
 
 

@@ -4,6 +4,8 @@ A bound is today's count, noted beside it, and a few more calls. A change that m
 says in its message why; one that makes it cheaper lowers it.
 """
 
+import contextvars
+
 import _small
 import pytest
 from _case import count_calls
@@ -25,8 +27,9 @@ READ_BOUNDS = {
 
 
 def least(call):
-    """The fewest calls of a few times: a collection of garbage may call what belongs to other tests."""
-    counted = [count_calls(call) for _ in range(5)]
+    """The fewest calls of a few times: a collection of garbage may call what belongs to other tests. An empty context
+    has no variables that other tests have set; a step looks at each of them."""
+    counted = [contextvars.Context().run(count_calls, call) for _ in range(5)]
     return min(its.python for its in counted), min(its.c for its in counted)
 
 
@@ -81,6 +84,20 @@ def test_a_lookup_of_one_sample_makes_no_more_calls_and_launches_no_more_loops_t
 def test_a_lookup_of_ids_enters_no_more_files_than_it_did(tmp_path):
     walk = walk_of_ids(str(tmp_path))
     assert 0 < len({file for file, _ in walk}) <= FILES_MAX, walk
+
+
+def test_variables_of_other_code_are_not_counted(monkeypatch):
+    system = STEPS["graph"]()
+    others = [contextvars.ContextVar(f"other_{i}") for i in range(100)]
+
+    def among_others():
+        for other in others:
+            other.set(1)
+        return costs(system, system.step, monkeypatch)
+
+    assert all(
+        one <= most for one, most in zip(contextvars.Context().run(among_others), STEP_BOUNDS["graph"], strict=True)
+    )
 
 
 def test_a_step_that_has_become_a_tenth_dearer_is_found(monkeypatch):

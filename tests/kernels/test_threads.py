@@ -19,6 +19,7 @@ from oneemb.kernels.jit_team import add_word, watch_word
 from oneemb.kernels.threads import Threads, available_cores, submit
 from tests.support.forks import ended_well, in_child
 from tests.support.inside import team_of
+from tests.support.interrupts import WAYS, count_lines, interrupted
 
 _self = external("pthread_self", "int64", [])
 _PATIENCE = 2_000_000_000
@@ -351,6 +352,33 @@ print("done")
 def test_threads_that_do_not_fit_the_memory_limit_are_not_waited_for():
     done = subprocess.run([sys.executable, "-c", SMALL], capture_output=True, text=True, timeout=120)
     assert done.stdout == "done\n", done.stderr
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_after_an_interrupt_at_any_line_a_pool_does_the_work(way):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+
+        def call():
+            submit(pool, int).result()
+
+        for line in range(1, count_lines(call, way) + 1):
+            interrupted(call, line, way)
+            assert submit(pool, threading.get_ident).result() != threading.get_ident()
+
+
+def test_a_signal_handler_that_interrupts_a_pool_does_its_work_itself(monkeypatch):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        found = []
+
+        def interrupt():  # `ThreadPoolExecutor.submit` holds its locks when it calls this method.
+            if not found:
+                found.append(submit(pool, threading.get_ident).result())
+
+        monkeypatch.setattr(pool, "_adjust_thread_count", interrupt)
+        assert submit(pool, threading.get_ident).result() != threading.get_ident()
+    assert found == [threading.get_ident()]
 
 
 def test_work_for_a_thread_that_does_not_fit_is_done_by_the_caller(monkeypatch):
