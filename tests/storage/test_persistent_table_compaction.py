@@ -344,6 +344,21 @@ def test_a_move_that_begins_after_a_load_has_nothing_to_move(tmp_path):
         check(table, saved)
 
 
+def test_a_put_moves_no_chunk_of_rows_that_have_replaced_its_own(tmp_path):
+    rng, table_U, id_U = np.random.default_rng(0), np.zeros(3000, np.int32), np.arange(3000)
+    with open_table(tmp_path) as table:
+
+        def replace():
+            table.clear()
+            for n in range(1, 4):  # More rows than the former ones leave room for.
+                table.put(table_U, id_U + 3000 * n, random_rows(rng, 3000, 16))
+
+        with meanwhile(table, Compactor, "put_pending", replace):
+            for _ in range(4):  # A put that needs room begins with the pending keys.
+                table.put(table_U, id_U, random_rows(rng, 3000, 16))
+        assert not table.broken and len(table) == 12000
+
+
 class StoppedRemovals(LocalFileSystem):
     """The disk removes files in the background only while `go_on` is set, and may be full until it has removed one."""
 
