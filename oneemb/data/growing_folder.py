@@ -99,9 +99,13 @@ def _read_file(
         )
     file = RowGroups(path)
     try:
-        mine = [n for n in range(here[1], file.count) if zlib.crc32(f"{name}/{n}".encode()) % world_size == rank]
+        rows_of = {
+            n: file.rows(n) for n in range(here[1], file.count)
+            if zlib.crc32(f"{name}/{n}".encode()) % world_size == rank
+        }  # fmt: skip
+        mine = [n for n, rows in rows_of.items() if rows]
         for group in mine:
-            begin, rows = here[2] if group == here[1] else 0, file.rows(group)
+            begin, rows = here[2] if group == here[1] else 0, rows_of[group]
             stop = rows
             if end is not None and [name, group] >= end[:2]:
                 stop = end[2] if [name, group] == end[:2] else 0

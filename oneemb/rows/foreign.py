@@ -107,7 +107,7 @@ def import_foreign(
         step: number of optimizer steps. It must be given if the source does not have it and the optimizer counts steps,
             as Adam does.
         embedding_dim: number of weights of a row, to be checked in raw files, which do not have it; None = that of the
-            embedding, or what follows from the sizes of the files.
+            embedding, or what follows from the sizes of the files, which must then have rows.
         key_type: dtype of the keys in raw files, which do not have it: "int64", "int32" or "uint32".
         with_state: if True, import the optimizer state and the count of steps too.
         with_scores: if True, set the scores of the rows from the source's frequencies or times; the embedding must have
@@ -117,8 +117,9 @@ def import_foreign(
         Report of the content that was carried over, and of the content that was not.
 
     Raises:
+        FileNotFoundError: there is no such source.
         TypeError, ValueError: an argument is not as above, or does not fit the source.
-        StorageError: the source is missing or damaged, has an id twice, or the target fails; the message names the
+        StorageError: the source lacks a file or a table, or is damaged, has an id twice, or the target fails; the message names the
             file, and the offset where there is one.
 
     Example:

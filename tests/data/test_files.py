@@ -415,6 +415,19 @@ def test_a_growing_folder_misses_a_file_that_is_gone_replaced_or_late(tmp_path):
         list(iterator)
 
 
+def test_a_file_that_is_read_may_be_deleted_also_if_it_ends_with_an_empty_row_group(tmp_path):
+    for number in range(2):
+        with pa.ipc.new_file(tmp_path / f"{number}.arrow", SCHEMA) as writer:
+            for rows in ([row_of(4 * number + n) for n in range(4)], []):
+                writer.write_batch(pa.RecordBatch.from_pylist(rows, SCHEMA))
+    (loader,) = folder_loaders(tmp_path, 1)
+    assert numbers_of([next(iter(loader))]) == [0, 1, 2, 3]
+    (tmp_path / "0.arrow").unlink()
+    (again,) = folder_loaders(tmp_path, 1)
+    again.load_state_dict(loader.state_dict())
+    assert numbers_of(again) == [4, 5, 6, 7]
+
+
 def test_rank_and_world_size_are_given_together():
     assert oneemb.data.Loader is Loader
     with pytest.raises(ValueError, match="give rank and world_size"):
