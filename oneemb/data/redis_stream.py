@@ -110,8 +110,10 @@ class RedisStream:
             at = [*at[:2], removed]
         if removed > at[2]:
             raise self._gone(f"{removed - at[2]} entries behind {_id(at)} were trimmed before they were read")
-        # A stream that was made anew has had fewer entries, or has all of them behind the place.
-        if added < at[2] + len(entries) or _numbers(facts[b"last-generated-id"]) < at[:2]:
+        first = facts[b"first-entry"]
+        # If fewer entries were removed than were read, one that was read is there: in another stream all are behind.
+        has_none = at[2] > removed and (first is None or _numbers(first[0]) > at[:2])
+        if has_none or added < at[2] or _numbers(facts[b"last-generated-id"]) < at[:2]:
             raise self._gone(f"the stream is another one, which has had {added} entries only")
         return entries, at
 

@@ -119,8 +119,8 @@ def import_foreign(
     Raises:
         FileNotFoundError: there is no such source.
         TypeError, ValueError: an argument is not as above, or does not fit the source.
-        StorageError: the source lacks a file or a table, or is damaged, has an id twice, or the target fails; the message names the
-            file, and the offset where there is one.
+        StorageError: the source lacks a file or a table, is damaged or has an id twice, or the target fails; the
+            message names the file, and the offset where there is one.
 
     Example:
         >>> import tempfile, torch, oneemb
