@@ -40,8 +40,8 @@ class Loader:
 
     Args:
         source: `Files`, or one of the live sources `GrowingFolder`, `GrowingFile`, `RedisStream` and `KafkaTopic`.
-        batch_size: largest number of rows of a batch. The last batch of an epoch has fewer; so has one of a live source
-            after `max_wait_s`, and one with bad rows that are dropped.
+        batch_size: largest number of rows of a batch. The last batches of an epoch may have fewer, a batch that a live
+            source gives after `max_wait_s`, and a batch with bad rows that are dropped.
         columns: {name in a batch: `Ids`, `Numbers`, `Lists`, or the name of a column of numbers}.
         shuffle: number of rows that are read and permuted at a time. 0 = rows stay in order.
         seed: seed of the permutations. The same seed gives the same batches.

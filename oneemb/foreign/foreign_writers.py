@@ -174,8 +174,8 @@ class StateDictWriter:
     """Writes a state dict of torch or TorchRec to a safetensors file, with the interface `RowFileWriter`.
 
     Args:
-        names: names of the tensors in the file: "weight", "ids", "mapping" with managed collisions, and "state.", with
-            which the names of the parts of the optimizer state begin.
+        names: {role: name of the tensor} of the roles "weight", "ids" and, with managed collisions, "mapping"; the name
+            of "state." is a prefix of the names of the parts of the optimizer state.
         size: number of rows of the weight. Without "mapping" row r is id r, and rows of other ids are 0; with "mapping"
             the rows after the last id are 0. None = the rows of the table, one after the other.
         step: number of optimizer steps.

@@ -3,8 +3,8 @@
 A table of torch is a weight [N, D] of `nn.Embedding` or `nn.EmbeddingBag`, whose row r has the id r, or id number r of
 a vocabulary. The optimizer's state is the dict that a torch optimizer has for the weight: {"exp_avg": [N, D], ...}.
 
-A table <t> of TorchRec is ....embedding_bags.<t>.weight or ....embeddings.<t>.weight, [N, D]. With managed collisions
-the ids of its rows are in buffers ...._managed_collision_modules.<t>.<buffer>:
+A table <t> of TorchRec is an entry <prefix>.embedding_bags.<t>.weight or <prefix>.embeddings.<t>.weight, [N, D]. With
+managed collisions, buffers <prefix>._managed_collision_modules.<t>.<buffer> have the ids of the rows:
 
     MCH    _mch_sorted_raw_ids          int64 [N], sorted; 2^63 - 1 = no id
            _mch_remapped_ids_mapping    int64 [N], row of each id, plus the offset of a shard
