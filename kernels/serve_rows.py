@@ -14,6 +14,9 @@ the pilots of the group after that.
 A block of records is compared with its checksum when one of its records is read for the first time, and is then marked
 in seen_B. Several threads may compare a block at the same time, with the same result.
 
+Layers (`kernels/serve_layers.py`) hold newer rows of some keys, and may be none. The arrays of records and pilots then
+cover the file and its layers. Blocks of layers have been compared before.
+
 Invariant: a lookup reads nothing, not even an id, from a block that has not been compared. A damaged block ends the
 share of work, and its number is written to damage_1.
 """
@@ -29,6 +32,7 @@ from oneemb.kernels.frozen_rows import MISSING, OTHER, PADDING, RowArrays, bags_
 from oneemb.kernels.jit import Number, cpu, part
 from oneemb.kernels.jit_code import keep_rolled, natural, prefetch, prefetch_row
 from oneemb.kernels.perfect_hash import FIRST_SLOT, PARTS, SEED, SLOTS, bucket_of, hash_id, slot_in_table
+from oneemb.kernels.serve_layers import NO_LAYERS, RING, RING_IDS, Layers, match_layers
 from oneemb.kernels.threads import Threads
 
 BLOCK_BYTES = 4096
@@ -36,9 +40,8 @@ BLOCK_BYTES = 4096
 
 _BLOCK_WORDS = np.int64(BLOCK_BYTES // 8)
 _BLOCK_SHIFT = np.uint64(12)
-_GROUP = 32
-"""Ids of a group: enough to hide a read from memory."""
-_RING = np.uint64(4 * _GROUP - 1)  # mask of an index into arrays of four groups; three groups are in progress
+_GROUP = RING_IDS // 4
+"""Ids of a group, 32: enough to hide a read from memory. Three groups are in progress."""
 _SLOTS = 1 << 14  # slots that one iteration of `_keys_cpu` looks through
 
 
@@ -54,7 +57,7 @@ def _hash_ids(
 ) -> None:  # fmt: skip
     """Write the hashes and buckets of ids begin to end - 1 to hash_R and bucket_R, and prefetch their pilots."""
     for n in range(natural(begin), natural(max(begin, end))):
-        t, r = natural(table_N[n]), n & _RING
+        t, r = natural(table_N[n]), n & RING
         hash = hash_id(np.int64(id_N[n]), region_T6[t, SEED])
         bucket = bucket_of(hash, region_T6, t)
         hash_R[r], bucket_R[r] = hash, bucket
@@ -69,7 +72,7 @@ def _find_slots(
     """Write the slots of ids, whose buckets are in bucket_R, to place_N, and prefetch their records."""
     for n in range(natural(begin), natural(max(begin, end))):
         keep_rolled()
-        r = n & _RING
+        r = n & RING
         place = slot_in_table(hash_R[r], pilot_B[natural(bucket_R[r])], region_T6, natural(table_N[n]))
         place_N[n] = place
         prefetch_row(record_SW, place, 0, record_SW.shape[1])
@@ -117,8 +120,8 @@ def _serve_cpu(
     begin: Number, end: Number, keys: tuple, place_N: Array, blocks: tuple, weight_SX: Array, byte_SX: Array,
     scale_S2: Array, bits: Number, out_ND: Array,
 ) -> None:  # fmt: skip
-    table_N, id_N, padded, padding_id, region_T6, pilot_B, record_SW = keys
-    hash_R, bucket_R = np.empty(4 * _GROUP, np.uint64), np.empty(4 * _GROUP, np.int64)
+    table_N, id_N, padded, padding_id, region_T6, pilot_B, record_SW, layers = keys
+    hash_R, bucket_R = np.empty(RING_IDS, np.uint64), np.empty(RING_IDS, np.int64)
     for first in range(begin - 2 * _GROUP, end, _GROUP):
         now, next = max(first, begin), max(first + _GROUP, begin)
         then, last = max(first + 2 * _GROUP, begin), min(first + _GROUP, end)
@@ -130,6 +133,7 @@ def _serve_cpu(
         )
         if not _match(now, last, table_N, id_N, padded, padding_id, region_T6, record_SW, blocks, place_N):
             return
+        match_layers(now, last, table_N, id_N, hash_R, layers, pilot_B, record_SW, place_N)
         for n in range(now, last):
             keep_rolled()
             read_row(weight_SX, byte_SX, scale_S2, bits, place_N[natural(n)], out_ND, n)
@@ -166,9 +170,9 @@ def _pool_cpu(
     scale_S2: Array, bits: Number, other_MX: Array, offset_P1: Array, scale_N: Array, is_mean: Number,
     missing_1: Array, out_PX: Array,
 ) -> None:  # fmt: skip
-    table_N, id_N, padded, padding_id, region_T6, pilot_B, record_SW = keys
+    table_N, id_N, padded, padding_id, region_T6, pilot_B, record_SW, layers = keys
     # These calls repeat those of _serve_cpu: with one function for the three calls, a lookup takes a tenth more time.
-    hash_R, bucket_R = np.empty(4 * _GROUP, np.uint64), np.empty(4 * _GROUP, np.int64)
+    hash_R, bucket_R = np.empty(RING_IDS, np.uint64), np.empty(RING_IDS, np.int64)
     id_begin, id_end, p = offset_P1[begin], offset_P1[end], begin
     for first in range(id_begin - 2 * _GROUP, id_end, _GROUP):
         now, next = max(first, id_begin), max(first + _GROUP, id_begin)
@@ -181,6 +185,7 @@ def _pool_cpu(
         )
         if not _match(now, last, table_N, id_N, padded, padding_id, region_T6, record_SW, blocks, place_N):
             return
+        match_layers(now, last, table_N, id_N, hash_R, layers, pilot_B, record_SW, place_N)
         if _has_other(natural(now), natural(max(now, last)), place_N):
             missing_1[0] = 1
         # Pool each bag whose ids have all been found; empty bags too. The rows of a bag are in the cache now, unless
@@ -215,6 +220,7 @@ class ServedRows:
         sum_B: uint32, checksum of each block; empty = all blocks have been compared already.
         seen_B: bool, whether each block has been compared.
         word_X: uint64, the same memory as record_SW, up to the end of the last block.
+        layers: newer rows of some keys.
     """
 
     region_T6: np.ndarray
@@ -225,6 +231,7 @@ class ServedRows:
     sum_B: np.ndarray
     seen_B: np.ndarray
     word_X: np.ndarray
+    layers: Layers = NO_LAYERS
     row_SX: np.ndarray = field(init=False)
     """`record_SW` seen as numbers of dtype `weights`: row s, then the rest of its record."""
     arrays: RowArrays = field(init=False)
@@ -253,7 +260,7 @@ class ServedRows:
         damage_1 = np.empty(1, np.int64)
         damage_1[0] = -1
         padded = padding_id is not None
-        keys = (table_N, id_N, padded, padding_id or 0, self.region_T6, self.pilot_B, self.record_SW)
+        keys = (table_N, id_N, padded, padding_id or 0, self.region_T6, self.pilot_B, self.record_SW, self.layers)
         return keys, np.empty(len(id_N), np.int64), (self.word_X, self.sum_B, self.seen_B, damage_1), damage_1
 
 

@@ -7,7 +7,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import NamedTuple
@@ -15,16 +15,25 @@ from typing import NamedTuple
 import numpy as np
 
 from oneemb.kernels.threads import Threads
-from oneemb.rows.values import weights_of
+from oneemb.serving.layers import (
+    Progress,
+    VersionFile,
+    file_name,
+    files_in,
+    files_of,
+    make_layer,
+    nearest_files,
+    open_files,
+    weights_in,
+)
 from oneemb.serving.stored_rows import StoredCopy
 from oneemb.storage.bottom import NOT_SAVED
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing, path_text
 from oneemb.storage.objects.object_store import ObjectStore
-from oneemb.storage.rows.row_format import RowFormat
-from oneemb.storage.serving.served_file import ServedFile, ServedInfo, row_bytes_of
+from oneemb.storage.serving.layered_file import LayeredFile
+from oneemb.storage.serving.served_file import ServedInfo, row_bytes_of
 from oneemb.storage.serving.served_writer import remove_unfinished_files, write_served_file
-from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot, look_at
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
@@ -34,8 +43,7 @@ DTYPES = ("float32", "float16", "int8", "int4")
 
 _LOOKS = 4  # looks for the newest snapshot, while each look finds a newer one
 
-Progress = Callable[[int, int | None], None]
-_KEPT = 2  # number of files of one kind that stay in a folder
+_KEPT = 2  # number of whole files of one kind that stay in a folder
 _LOOK_S = 0.02  # seconds between two tries to get the lock
 _TABLES_TEXT = 100  # most letters of a file's name that list tables
 
@@ -172,20 +180,8 @@ def make_file(
         served_T = np.isin(np.arange(count), served)
         keys = rows.keys(lambda table_N, id_N: served_T.take(table_N))
         return write_served_file(
-            path, info, keys, _weights(rows, format, weights, served_T), threads=threads, progress=progress
+            path, info, keys, weights_in(rows, format, weights, served_T), threads=threads, progress=progress
         )
-
-
-def _weights(
-    rows: LinkedRows, format: RowFormat, weights: str, served_T: np.ndarray
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    for table_N, id_N, row_NW in rows.scan():
-        kept = served_T.take(table_N)
-        table_N, id_N, row_NW = table_N[kept], id_N[kept], row_NW[kept]
-        if weights == format.dtype:
-            yield table_N, id_N, format.weights(row_NW)[:, : format.dim]
-        else:
-            yield table_N, id_N, weights_of(format, row_NW).astype(np.float32)
 
 
 def open_snapshot(
@@ -194,18 +190,20 @@ def open_snapshot(
     *,
     threads: Threads,
     served: Version | None = None,
+    before: LayeredFile | None = None,
     stop: Callable[[], bool] = lambda: False,
-) -> ServedFile | None:
-    """Open file for the named snapshot, or for the newest; the call makes the file if it does not exist.
+) -> LayeredFile | None:
+    """Open version of the named snapshot, or of the newest; the call makes its files if they do not exist.
 
     Args:
         served: the snapshot that is served now. The call returns None unless a snapshot has a greater sequence, or
             this one is gone.
+        before: the version that is served now, with which the opened one shares memory.
         stop: called from time to time; once it returns True, the call stops and returns None.
 
     Raises:
         ValueError, StorageError: same as `make_file`.
-        CorruptTableError: the file exists and is damaged.
+        CorruptTableError: a file exists and is damaged.
     """
     failed, error = "", None
     while True:
@@ -222,23 +220,24 @@ def open_snapshot(
         if error is not None and found.info.identity == failed:
             raise error
         try:
-            return _open_made(source, found, threads, stop)
+            return _open_made(source, found, threads, before, stop)
         except _StoppedError:
             return None
         except StorageError as raised:  # The job may have removed or replaced the snapshot meanwhile.
             failed, error = found.info.identity, raised
 
 
-def _open_made(source: Source, snapshot: PartedSnapshot, threads: Threads, stop: Callable[[], bool]) -> ServedFile:
-    """Open file of this snapshot, made if it does not exist. Of the files with its dtype and tables, a file that was
-    just made and the two newest stay."""
-    kind = _kind(source)
-    name = f"{snapshot.sequence:012d}-{snapshot.info.identity}-{kind}.serving"
-    path = os.path.join(source.folder, name)
-    try:
-        return _file_of(snapshot, path, threads)
-    except FileNotFoundError:
-        pass
+def _open_made(
+    source: Source, snapshot: PartedSnapshot, threads: Threads, before: LayeredFile | None, stop: Callable[[], bool]
+) -> LayeredFile:
+    """Open version of this snapshot, made if it does not exist."""
+    kind, identity = _kind(source), snapshot.info.identity
+    made = files_of(identity, files_in(source.folder, kind))
+    if made is not None:
+        try:
+            return _opened(made, snapshot, threads, before)
+        except FileNotFoundError:
+            pass  # Another process has made a newer version, and removed files of this one.
     fs = LocalFileSystem()
     with doing("make files in", source.folder):
         fs.make_directories(source.folder)
@@ -249,28 +248,78 @@ def _open_made(source: Source, snapshot: PartedSnapshot, threads: Threads, stop:
             raise _StoppedError
 
     try:
-        if not os.path.exists(path):
+        made = files_of(identity, files_in(source.folder, kind))
+        if made is None:
             remove_unfinished_files(fs, source.folder)
-            make_file(path, snapshot, source.dtype, source.tables, threads=threads, progress=progress)
-            files = sorted(one for one in os.listdir(source.folder) if one.endswith(f"-{kind}.serving"))
-            for old in files[:-_KEPT]:
-                if old != name:
-                    with suppress(FileNotFoundError):
-                        os.remove(os.path.join(source.folder, old))
-        return _file_of(snapshot, path, threads)
+            made = _make(source, kind, snapshot, threads, progress)
+        return _opened(made, snapshot, threads, before)
     finally:
         fs.unlock(lock)
 
 
-def _file_of(snapshot: PartedSnapshot, path: str, threads: Threads) -> ServedFile:
-    file = ServedFile(path, threads=threads)
-    if file.info.identity != snapshot.info.identity:
+def _make(
+    source: Source, kind: str, snapshot: PartedSnapshot, threads: Threads, progress: Progress
+) -> list[VersionFile]:
+    """Make the version of a snapshot, and return its files. Files of the kind that no version needs are removed: the
+    two newest whole files stay, and those of the versions that were there before and after this call."""
+    made, links = nearest_files(snapshot, files_in(source.folder, kind))
+    new = make_layer(
+        source.folder, kind, snapshot, made, links, threads=threads, progress=progress
+    ) if made else None  # fmt: skip
+    if new is None:
+        path = os.path.join(source.folder, file_name(snapshot.sequence, snapshot.info.identity, kind))
+        make_file(path, snapshot, source.dtype, source.tables, threads=threads, progress=progress)
+        new = [VersionFile(snapshot.sequence, snapshot.info.identity, "", path)]
+    files = files_in(source.folder, kind)
+    kept = {*made, *new, *[one for one in files if not one.since][-_KEPT:]}
+    for old in files:
+        if old not in kept and not (old.since and old.sequence > snapshot.sequence):
+            with suppress(FileNotFoundError):
+                os.remove(old.path)
+    return new
+
+
+def make_whole(source: Source, served: Version, threads: Threads, stop: Callable[[], bool]) -> bool:
+    """Make the whole file of a version that has layers, beside those who serve it; later versions go on from it.
+    Returns False if another process makes a whole file, or `stop` returned True.
+
+    Raises:
+        ValueError, StorageError: same as `make_file`; or the snapshot is gone.
+    """
+    fs, name = LocalFileSystem(), file_name(served.sequence, served.identity, _kind(source))
+    try:
+        lock = fs.lock(os.path.join(source.folder, "LOCK-whole"))
+    except BlockingIOError:
+        return False
+
+    def progress(done: int, total: int | None) -> None:
+        if stop():
+            raise _StoppedError
+
+    try:
+        path = os.path.join(source.folder, name)
+        if not os.path.exists(path):
+            found = look_at(source.paths).get(served.name, served.identity, "the served version")
+            make_file(path, found, source.dtype, source.tables, threads=threads, progress=progress)
+    except _StoppedError:
+        return False
+    finally:
+        fs.unlock(lock)
+    return True
+
+
+def _opened(
+    files: list[VersionFile], snapshot: PartedSnapshot, threads: Threads, before: LayeredFile | None
+) -> LayeredFile:
+    opened = open_files(files, threads=threads, before=before)
+    if opened.info.identity != snapshot.info.identity:
+        info = opened.base.info
         raise CorruptTableError(
-            f"{path} must have identity {snapshot.info.identity!r} in its manifest, at offset"
-            f" {file.info.manifest_begin}, got {file.info.identity!r}: it was put there under another name; remove the"
+            f"{opened.path} must have identity {snapshot.info.identity!r} in its manifest, at offset"
+            f" {info.manifest_begin}, got {opened.info.identity!r}: it was put there under another name; remove the"
             " file, and it is made again"
         )
-    return file
+    return opened
 
 
 def _kind(source: Source) -> str:

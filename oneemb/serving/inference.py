@@ -27,6 +27,7 @@ from oneemb.serving.served import Served
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath
 from oneemb.storage.objects.object_store import ObjectStore, is_url
+from oneemb.storage.serving.layered_file import LayeredFile
 from oneemb.storage.serving.served_file import ServedFile, is_served_file
 from oneemb.storage.snapshots.snapshot_parts import look_at
 
@@ -40,11 +41,11 @@ class InferenceEmbedding(Following, torch.nn.Module):
     """
 
     def __new__(cls, *opened: object, **more: object) -> Self:
-        if not opened or not isinstance(opened[0], ServedFile):
+        if not opened or not isinstance(opened[0], ServedFile | LayeredFile):
             raise TypeError(f"{cls.__name__} is made by open; call oneemb.{cls.__name__}.open(path)")
         return super().__new__(cls)
 
-    def __init__(self, file: ServedFile, source: Source | None, absent: str, threads: Threads):
+    def __init__(self, file: ServedFile | LayeredFile, source: Source | None, absent: str, threads: Threads):
         super().__init__()
         self._backend = HostBackend(threads)
         self._served: Served | None = Served(file, absent, self._backend)
@@ -99,7 +100,9 @@ class InferenceEmbedding(Following, torch.nn.Module):
             raise TypeError(f"snapshot must be the name of a snapshot, or None for the newest, got {got}")
         source, chosen = None, None if tables is None else _numbers(tables)
         if len(paths) == 1 and is_served_file(paths[0]):
-            file = ServedFile(paths[0], threads=threads)
+            file: ServedFile | LayeredFile = ServedFile(paths[0], threads=threads)
+            if file.info.since:
+                raise ValueError(f"{paths[0]} has only rows that have changed since another file; open the job's path")
             if snapshot not in (None, file.info.name) or chosen not in (None, file.info.tables):
                 raise ValueError(
                     f"{paths[0]} has snapshot {file.info.name!r} and tables {list(file.info.tables)}, got"
@@ -248,7 +251,9 @@ class InferenceEmbedding(Following, torch.nn.Module):
     def _load_newer(self, stop: Callable[[], bool]) -> bool:
         source, choice, now = self._need_source(), self._choice, self._version_now()
         try:
-            file = open_snapshot(source, None, threads=self._threads, served=now.version, stop=stop)
+            file = open_snapshot(
+                source, None, threads=self._threads, served=now.version, before=now.layered, stop=stop
+            )  # fmt: skip
             taken = file is not None and not stop() and self._take(file, choice, now)
         except Exception as error:
             self.error = error
@@ -274,11 +279,12 @@ class InferenceEmbedding(Following, torch.nn.Module):
         with self._own_lock():
             self._stopped()
             self._choice = choice
-        file = open_snapshot(source, snapshot, threads=self._threads)
+        now = self._served
+        file = open_snapshot(source, snapshot, threads=self._threads, before=None if now is None else now.layered)
         assert file is not None
         self._take(file, choice, None)
 
-    def _take(self, file: ServedFile, choice: object, before: Served | None) -> bool:
+    def _take(self, file: LayeredFile, choice: object, before: Served | None) -> bool:
         """Serve a file. Returns False, and serves nothing, if another call has chosen a version since `choice`, or if a
         newer version was served while this file was made."""
         served = Served(file, self._absent, self._backend)

@@ -34,10 +34,13 @@ from oneemb.options import Initializer, TableOptions, from_json
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.policies.row_policy import Absent, RowPolicy, reads_as, rows_instead
 from oneemb.storage.rows.row_format import RowFormat
+from oneemb.storage.serving.layered_file import LayeredFile
 from oneemb.storage.serving.served_file import ServedFile
 
 
-def initial_of(file: ServedFile, absent: str, policies: Sequence[RowPolicy] | None = None) -> InitialRows | None:
+def initial_of(
+    file: ServedFile | LayeredFile, absent: str, policies: Sequence[RowPolicy] | None = None
+) -> InitialRows | None:
     """Initial rows, as which ids without a row read; None = they read as zeros.
 
     Args:

@@ -18,13 +18,14 @@ from oneemb.serving.build import Version
 from oneemb.serving.initial import first_weights, initial_of
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.rows.row_format import BITS, RowFormat
+from oneemb.storage.serving.layered_file import LayeredFile
 from oneemb.storage.serving.served_file import ServedFile
 
 
 class Served:
     """One served version; `absent` says how ids without a row read, "initial" or "zeros"."""
 
-    def __init__(self, file: ServedFile, absent: str, backend: HostBackend):
+    def __init__(self, file: ServedFile | LayeredFile, absent: str, backend: HostBackend):
         info = file.info
         self.file, self.version, self._backend = file, Version(info.name, info.identity, info.sequence), backend
         gives = info.trained if info.weights == info.trained else "float32"
@@ -41,6 +42,11 @@ class Served:
         if self.padding_idx is not None and not -(1 << 63) <= self.padding_idx < 1 << 63:
             raise CorruptTableError(f"{file.path}: padding_idx {self.padding_idx} is no id")
         self._initial = initial_of(file, absent)
+
+    @property
+    def layered(self) -> LayeredFile | None:
+        """The file, if it can have layers: if it was made from a snapshot."""
+        return self.file if isinstance(self.file, LayeredFile) else None
 
     def check_as_before(self, before: "Served") -> None:
         """Raise StorageError unless results have the width and dtype, and ids the dtype, of the version `before`, so

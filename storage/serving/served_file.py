@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -69,6 +69,12 @@ class ServedInfo:
     error_max: float
     error_rms: float
     sums: str
+    since: str = ""
+
+    @property
+    def all_tables(self) -> int:
+        """Number of tables, those of keys without a row included."""
+        return self.num_tables * (2 if self.since else 1)
 
     @property
     def record_bytes(self) -> int:
@@ -104,7 +110,10 @@ class ServedInfo:
 
     def packed(self) -> bytes:
         """The manifest and its checksum."""
-        body = json.dumps(asdict(self)).encode()
+        fields = asdict(self)
+        if not self.since:
+            del fields["since"]
+        body = json.dumps(fields).encode()
         body += b" " * (-len(body) % 8)
         return body + _SUM.pack(xxh64(body))
 
@@ -113,6 +122,11 @@ def row_bytes_of(weights: str, dim: int) -> int:
     """Bytes of a row, a multiple of 4."""
     size = quantized_bytes(dim, QUANTIZED[weights]) if weights in QUANTIZED else dim * np.dtype(BITS[weights]).itemsize
     return -(-size // 4) * 4
+
+
+def with_gone(tables: Sequence[int], num_tables: int) -> list[int]:
+    """Tables of a layer: these tables, then for each of them the table of its keys that have no row any more."""
+    return [*tables, *(num_tables + table for table in tables)]
 
 
 def array_dtype(weights: str) -> np.dtype:
@@ -130,7 +144,11 @@ def is_served_file(path: AnyPath) -> bool:
 
 
 class ServedFile:
-    """An open file of rows. Its memory is unmapped when no array refers to it any more.
+    """An open file of rows, or a layer. Its memory is unmapped when no array refers to it any more.
+
+    Args:
+        memory_of: maps the open file, given its number, its manifest and its size, and returns the mapped bytes,
+            uint8; None = at any address.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -138,7 +156,9 @@ class ServedFile:
         FormatVersionError: another release wrote the file in a format that this one cannot read.
     """
 
-    def __init__(self, path: AnyPath, *, threads: Threads):
+    def __init__(
+        self, path: AnyPath, *, threads: Threads, memory_of: Callable[[int, ServedInfo, int], np.ndarray] | None = None
+    ):
         self.path = absolute_path(path)
         self._threads = threads
         try:
@@ -148,13 +168,14 @@ class ServedFile:
         except OSError as error:
             raise storage_error(error, "open", self.path) from error
         try:
-            self.info = self._read_manifest(file, os.fstat(file).st_size)
-            memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
+            size = os.fstat(file).st_size
+            self.info = self._read_manifest(file, size)
+            byte_X = (memory_of or _mapped)(file, self.info, size)
         except OSError as error:
             raise storage_error(error, "read", self.path) from error
         finally:
             os.close(file)
-        self.rows = self._checked(np.frombuffer(memory, np.uint8))
+        self.rows = self._checked(byte_X)
 
     def _read_manifest(self, file: int, size: int) -> ServedInfo:
         begin, length, whole, zero = read_header(os.pread(file, HEADER_BYTES, 0), SERVED_MAGIC, self.path)
@@ -183,7 +204,7 @@ class ServedFile:
         if f"{xxh64(byte_X[info.pilots_begin : info.manifest_begin]):016x}" != info.sums:
             raise self._damage("the pilots or the checksums of blocks are damaged", info.pilots_begin)
         # One row for each table, though the file may serve few of many: memory that is never written is not allocated.
-        region_T6 = np.zeros((info.num_tables, 6), np.uint64)
+        region_T6 = np.zeros((info.all_tables, 6), np.uint64)
         by_table = sorted(zip(info.tables, info.rows_of_tables, info.slots_of_tables, strict=True))
         table_C, count_C, slots_C = np.array(by_table, np.int64).T.copy()
         region_T6[table_C] = regions(table_C, count_C, slots_C, info.salt, threads=self._threads)
@@ -212,7 +233,7 @@ class ServedFile:
         the arguments. Raises CorruptTableError if a row is in a damaged block."""
         place_N, block = serve_rows(self.rows, table_N, id_N, padding_id, out_ND, threads=threads)
         if block >= 0:
-            raise self._damaged_block(block)
+            raise self.damaged_block(block)
         return place_N
 
     def pool(
@@ -223,18 +244,23 @@ class ServedFile:
         for the arguments. Raises CorruptTableError if a row is in a damaged block."""
         place_N, has_missing, block = pool_rows(self.rows, table_N, id_N, padding_id, bags, out_PX, threads=threads)
         if block >= 0:
-            raise self._damaged_block(block)
+            raise self.damaged_block(block)
         return place_N, has_missing
 
-    def _damaged_block(self, block: int) -> CorruptTableError:
+    def damaged_block(self, block: int) -> CorruptTableError:
+        """Error of a block of rows that differs from its checksum."""
         return self._damage("a block of rows is damaged", BLOCK_BYTES * (1 + block))
 
     def keys(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tables int32, ids int64 and places int64 of all rows. The caller must have called `verify`."""
-        tables = sorted(self.info.tables)
+        tables = sorted(table for table, count in self._counts() if count) or [self.info.tables[0]]
         found = [keys_of_slots(self.rows, table, threads=self._threads) for table in tables]
         table_S = np.repeat(np.array(tables, np.int32), [len(id_N) for id_N, _ in found])
         return table_S, np.concatenate([id_N for id_N, _ in found]), np.concatenate([place_N for _, place_N in found])
+
+    def _counts(self) -> Iterator[tuple[int, int]]:
+        """Yield each table and its number of rows."""
+        return zip(self.info.tables, self.info.rows_of_tables, strict=True)
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compare all blocks with their checksums, and check that lookups find every row. Raises CorruptTableError
@@ -245,11 +271,11 @@ class ServedFile:
             word_X = rows.word_X[begin * BLOCK_BYTES // 8 : end * BLOCK_BYTES // 8]
             wrong = self._wrong_block(word_X.view(np.uint8), rows.sum_B[begin:end])
             if wrong >= 0:
-                raise self._damaged_block(begin + wrong)
+                raise self.damaged_block(begin + wrong)
             rows.seen_B[begin:end] = True
             if progress is not None:
                 progress(end * BLOCK_BYTES, info.blocks * BLOCK_BYTES)
-        for table, count in zip(info.tables, info.rows_of_tables, strict=True):
+        for table, count in self._counts():
             found = count_rows(rows, table, threads=self._threads)
             if found != count:
                 first = int(rows.region_T6[table, FIRST_SLOT]) * info.record_bytes
@@ -261,6 +287,10 @@ class ServedFile:
         return CorruptTableError(
             f"{self.path}: {what}, at offset {offset}; remove the file and make it again from its snapshot"
         )
+
+
+def _mapped(file: int, info: ServedInfo, size: int) -> np.ndarray:
+    return np.frombuffer(mmap.mmap(file, size, prot=mmap.PROT_READ), np.uint8)
 
 
 def _info_of(found: Any) -> ServedInfo:
@@ -277,6 +307,7 @@ def _info_of(found: Any) -> ServedInfo:
 
     need(isinstance(info.name, str) and isinstance(info.identity, str), "name")
     need(isinstance(info.sums, str) and isinstance(info.embedding, dict), "sums")
+    need(isinstance(info.since, str) and ("since" not in found or info.since != ""), "since")
     need(number(info.sequence, 0, 1 << 62), "sequence")
     need(info.trained in WEIGHTS and info.weights in (*WEIGHTS, *QUANTIZED), "weights")
     need(number(info.dim, 1, 1 << 28), "dim")
@@ -286,7 +317,8 @@ def _info_of(found: Any) -> ServedInfo:
     need(number(info.salt, 0, SALT_MAX), "salt")
     need(number(info.num_tables, 1, TABLE_MAX + 1), "num_tables")
     tables, rows_of_tables = list(info.tables), list(info.rows_of_tables)
-    need(all(number(t, 0, info.num_tables - 1) for t in tables) and len(set(tables)) == len(tables) > 0, "tables")
+    need(all(number(t, 0, info.all_tables - 1) for t in tables) and len(set(tables)) == len(tables) > 0, "tables")
+    need(not info.since or tables == with_gone(tables[: len(tables) // 2], info.num_tables), "tables")
     need(len(rows_of_tables) == len(tables) and all(number(n, 0, info.rows) for n in rows_of_tables), "rows_of_tables")
     need(sum(rows_of_tables) == info.rows, "rows_of_tables")
     slots = list(info.slots_of_tables)

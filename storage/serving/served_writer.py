@@ -46,7 +46,7 @@ def write_served_file(
         info: the manifest without the fields that depend on the rows, which are filled in here.
         keys: table_S int32 and id_S int64 of all rows, in any order.
         rows: batches (table_N int32, id_N int64, weight_ND). weight_ND is float32, or bits of weights if the file has
-            the dtype of training.
+            the dtype of training; or uint8, records [N, record_bytes].
         progress: called with (rows done, rows).
         window_bytes: as in `RecordWindows`.
 
@@ -178,7 +178,7 @@ class _Writer:
         window_bytes: int | None,
     ) -> ServedInfo:  # fmt: skip
         table_S, id_S = keys
-        count_T = np.bincount(table_S, minlength=self._info.num_tables)
+        count_T = np.bincount(table_S, minlength=self._info.all_tables)
         made = self._perfect_hash(table_S, id_S)
         info = replace(
             self._info, rows=len(id_S), salt=made.salt,
@@ -222,7 +222,7 @@ class _Writer:
 
     def _perfect_hash(self, table_S: np.ndarray, id_S: np.ndarray) -> PerfectHash:
         try:
-            return PerfectHash.of_keys(table_S, id_S, self._info.num_tables, threads=self._threads)
+            return PerfectHash.of_keys(table_S, id_S, self._info.all_tables, threads=self._threads)
         except DuplicateKeyError as error:
             raise CorruptTableError(
                 f"snapshot {self._info.name!r} has id {id_S[error.n]} of table {table_S[error.n]} twice; run"
@@ -261,6 +261,8 @@ class _Writer:
     def _encoded(self, table_N: np.ndarray, id_N: np.ndarray, weight_ND: np.ndarray) -> np.ndarray:
         """Records of these rows, uint8. Raises StorageError for a row that cannot be written in the file's dtype."""
         info = self._info
+        if weight_ND.dtype == np.uint8:
+            return weight_ND
         record_NX = np.zeros((len(id_N), info.record_bytes), np.uint8)
         if info.weights in QUANTIZED:
             right_N, error_N2 = quantize_rows(

@@ -60,6 +60,25 @@ class LinkedRows:
         for reader, newest in self._newest_first():
             yield from reader.keys(newest(kept))
 
+    def gone(self) -> tuple[np.ndarray, np.ndarray]:
+        """Keys that the deltas say have no row any more, and that none has written since: table_N int32, id_N int64. If
+        the first snapshot is a delta too, these are keys that its parent may have. Raises CorruptTableError as `scan`
+        does."""
+        later, found = HashIndex(Threads(1)), [(np.empty(0, np.int32), np.empty(0, np.int64))]
+        for link in reversed(self._links):
+            for reader in link:
+                for keys in reader.keys(_every_key):  # A key that a delta lists as gone and as written is written.
+                    later.put(*keys, np.zeros(len(keys[1]), np.int64))
+            for reader in link:
+                table_N, id_N = self._gone(reader)
+                new = later.find(table_N, id_N) < 0
+                found.append((table_N[new], id_N[new]))
+                later.put(*found[-1], np.zeros(int(new.sum()), np.int64))
+        keep = self._keep or _every_key
+        table_N, id_N = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        kept = keep(table_N, id_N)
+        return table_N[kept], id_N[kept]
+
     def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yield each row once, in batches (table_N int32, id_N int64, row_NW float32) of at most `batch` rows, from the
         last snapshot back. Raises CorruptTableError if files are damaged, or if a writer has removed one of the
