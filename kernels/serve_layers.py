@@ -42,9 +42,6 @@ class Layers(NamedTuple):
     """uint64, bits of the keys of all layers."""
 
 
-NO_LAYERS = Layers(np.zeros((0, 0, 6), np.uint64), np.zeros(1, np.uint64))
-
-
 @rule
 def _bits_of(hash: Number) -> Number:
     """The two bits of a hash in its word of the filter, which follows from the upper bits of the hash."""
@@ -70,21 +67,21 @@ def _place(table: Number, id: Number, region_LT6: Array, pilot_B: Array, record_
 
 @part
 def match_layers(
-    begin: Number, end: Number, table_N: Array, id_N: Array, hash_R: Array, layers: tuple, pilot_B: Array,
+    begin: Number, end: Number, table_N: Array, id_N: Array, hash_R: Array, layers: tuple | None, pilot_B: Array,
     record_SW: Array, place_N: Array,
 ) -> None:  # fmt: skip
     """Change place_N as the file's first lines say, for ids begin to end - 1, whose hashes are in hash_R. Ids that are
-    PADDING stay so."""
-    region_LT6, filter_F = layers
-    if region_LT6.shape[0] == 0:
-        return
-    for n in range(natural(begin), natural(max(begin, end))):
-        keep_rolled()
-        hash = hash_R[n & RING]
-        bits = _bits_of(hash)
-        if filter_F[natural(mul_high(hash, np.uint64(len(filter_F))))] & bits == bits:
-            if place_N[n] != PADDING:
-                place_N[n] = _place(np.int64(table_N[n]), np.int64(id_N[n]), region_LT6, pilot_B, record_SW, place_N[n])
+    PADDING stay so. `layers`: `Layers`, or None."""
+    if layers is not None:  # The compiler drops the branch of None.
+        region_LT6, filter_F = layers
+        for n in range(natural(begin), natural(max(begin, end))):
+            keep_rolled()
+            hash = hash_R[n & RING]
+            bits = _bits_of(hash)
+            if filter_F[natural(mul_high(hash, np.uint64(len(filter_F))))] & bits == bits:
+                if place_N[n] != PADDING:
+                    table, id, place = np.int64(table_N[n]), np.int64(id_N[n]), place_N[n]
+                    place_N[n] = _place(table, id, region_LT6, pilot_B, record_SW, place)
 
 
 @cpu

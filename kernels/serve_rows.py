@@ -32,7 +32,7 @@ from oneemb.kernels.frozen_rows import MISSING, OTHER, PADDING, RowArrays, bags_
 from oneemb.kernels.jit import Number, cpu, part
 from oneemb.kernels.jit_code import keep_rolled, natural, prefetch, prefetch_row
 from oneemb.kernels.perfect_hash import FIRST_SLOT, PARTS, SEED, SLOTS, bucket_of, hash_id, slot_in_table
-from oneemb.kernels.serve_layers import NO_LAYERS, RING, RING_IDS, Layers, match_layers
+from oneemb.kernels.serve_layers import RING, RING_IDS, Layers, match_layers
 from oneemb.kernels.threads import Threads
 
 BLOCK_BYTES = 4096
@@ -220,7 +220,7 @@ class ServedRows:
         sum_B: uint32, checksum of each block; empty = all blocks have been compared already.
         seen_B: bool, whether each block has been compared.
         word_X: uint64, the same memory as record_SW, up to the end of the last block.
-        layers: newer rows of some keys.
+        layers: newer rows of some keys; None = there are none. Loops are compiled without layers, and with them.
     """
 
     region_T6: np.ndarray
@@ -231,7 +231,7 @@ class ServedRows:
     sum_B: np.ndarray
     seen_B: np.ndarray
     word_X: np.ndarray
-    layers: Layers = NO_LAYERS
+    layers: Layers | None = None
     row_SX: np.ndarray = field(init=False)
     """`record_SW` seen as numbers of dtype `weights`: row s, then the rest of its record."""
     arrays: RowArrays = field(init=False)

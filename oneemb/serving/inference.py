@@ -21,6 +21,7 @@ from oneemb.graph.tracers import refuse_tracers, uncompiled
 from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.threads import Threads
 from oneemb.rows.arguments import Paths, as_list
+from oneemb.serving.beside import WholeFiles
 from oneemb.serving.build import Source, Version, check_formats, find_snapshot, open_snapshot, source_of, stored_source
 from oneemb.serving.following import Following
 from oneemb.serving.served import Served
@@ -50,6 +51,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
         self._backend = HostBackend(threads)
         self._served: Served | None = Served(file, absent, self._backend)
         self._source, self._absent, self._threads = source, absent, threads
+        self._whole_files = WholeFiles()
         self._what = "a newer snapshot" if source is None else f"a newer snapshot of {source.name}"
         self._choice: object = None  # Replaced by each call that chooses a version.
 
@@ -296,7 +298,8 @@ class InferenceEmbedding(Following, torch.nn.Module):
                 return False
             served.check_as_before(now)
             self._served = served  # Lookups read this reference once, so each has one version.
-            return True
+        self._whole_files.serves(self._need_source(), served.version, file)
+        return True
 
     def _need_source(self) -> Source:
         if self._source is None:
@@ -315,6 +318,11 @@ class InferenceEmbedding(Following, torch.nn.Module):
         """
         self._need_source()
         super().follow(seconds)
+
+    def unfollow(self) -> None:
+        """Stop following; the current version is still served."""
+        super().unfollow()
+        self._whole_files.stop()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Serve the snapshot that the entry of a trained embedding names, by `rollback`, unless it is served already or

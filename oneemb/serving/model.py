@@ -10,7 +10,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from oneemb.checkpoints.named_snapshot import SnapshotName
 from oneemb.checkpoints.state_names import named_embeddings
 from oneemb.embeddings.unsaved_rows import taking_no_folder
 from oneemb.kernels.threads import Threads
+from oneemb.serving.beside import WholeFiles
 from oneemb.serving.build import Source, Version, check_formats, open_snapshot
 from oneemb.serving.checkpoint_source import Checkpoint, CheckpointSource, State, checkpoint_source
 from oneemb.serving.following import Following
@@ -27,6 +28,7 @@ from oneemb.serving.inference import InferenceEmbedding
 from oneemb.serving.weights import set_weights, weights_for
 from oneemb.storage.errors import OtherSnapshotError, StorageError
 from oneemb.storage.fs import AnyPath
+from oneemb.storage.serving.layered_file import LayeredFile
 from oneemb.training.compiled_graph import CompiledGraph, EvalGraph
 
 _RETRY_S_MAX = 60.0  # seconds between two attempts of the follower to load a checkpoint that has failed
@@ -52,6 +54,8 @@ class ModelVersion:
     which it was read."""
     file: State
     """State of the checkpoint's file or object, which changes when the checkpoint is replaced."""
+    rows: dict[str, LayeredFile] = field(repr=False)
+    """{name of the embedding in the module: open file of its rows}."""
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,6 +103,7 @@ class ServedModel(Following):
             self._make = make
         self._current: ModelVersion | None = None
         self._closed = False
+        self._whole_files: dict[str, WholeFiles] = {}
         self._failed_on: State | None = None
         self._failures, self._next_try = 0, 0.0
         self._what = source.path
@@ -222,31 +227,37 @@ class ServedModel(Following):
         weights = weights_for(template.module, template.places, content, self._prefix, self._path)
         rows: dict[torch.nn.Module, InferenceEmbedding] = {}
         snapshots: dict[str, Version] = {}
+        files: dict[str, LayeredFile] = {}
+        sources: dict[str, Source] = {}
+        now = self._current
         for name, place in template.places.items():
             snapshot, before = weights.snapshots[name], None if after is None else after.snapshots[name]
             source = self._source.rows(content, snapshot, place.paths, name, self._dtype)
-            served = self._rows(source, place, snapshot, name, stop, before)
-            if served is None:
+            file = self._rows(source, place, snapshot, name, stop, before, None if now is None else now.rows[name])
+            if file is None:
                 return None
-            rows[place], snapshots[name] = served, served.version
+            rows[place] = InferenceEmbedding(file, None, self._absent, self._threads)
+            snapshots[name], files[name], sources[name] = rows[place].version, file, source
         module = frozen_copy(template.module, rows)
         set_weights(module, weights, self._path)
-        version = ModelVersion(module, snapshots, checkpoint.saved_at, checkpoint.state)
+        version = ModelVersion(module, snapshots, checkpoint.saved_at, checkpoint.state, files)
         if self._check is not None:
             self._check(version)
+        for name, source in sources.items():
+            self._whole_files.setdefault(name, WholeFiles()).serves(source, snapshots[name], files[name])
         return version
 
     def _rows(
         self, source: Source, place: _Place, snapshot: SnapshotName, name: str, stop: Callable[[], bool],
-        before: Version | None,
-    ) -> InferenceEmbedding | None:  # fmt: skip
-        """Rows of one embedding of the checkpoint; None if `stop` returned True. StorageError if the snapshot is older
-        than `before`, which is still at its source."""
+        before: Version | None, now: LayeredFile | None,
+    ) -> LayeredFile | None:  # fmt: skip
+        """Open rows of one embedding of the checkpoint; None if `stop` returned True. StorageError if the snapshot is
+        older than `before`, which is still at its source. `now`: the rows that serve, of any version."""
         wanted, identity = snapshot["oneemb_snapshot"], snapshot.get("oneemb_identity")
         if wanted is None:
             raise StorageError(f"{self._path} was saved before embedding {name!r} had a row; train it, and save again")
         try:
-            file = open_snapshot(source, wanted, threads=self._threads, stop=stop)
+            file = open_snapshot(source, wanted, threads=self._threads, before=now, stop=stop)
         except StorageError as error:
             raise type(error)(
                 f"{self._path} names snapshot {wanted!r} for embedding {name!r}, which cannot be served from"
@@ -265,13 +276,18 @@ class ServedModel(Following):
                 f"embedding {name!r} must have the width and tables of snapshot {wanted!r}, {info.num_tables} tables of"
                 f" {info.dim} weights, but the module has {place.num_tables} tables of {place.dim}"
             )
-        served = InferenceEmbedding(file, None, self._absent, self._threads)
-        found = served.version
+        found = Version(info.name, info.identity, info.sequence)
         if before is not None and found.sequence < before.sequence and not self._source.has_lost(source, before):
             raise StorageError(
                 f"{self._path} names {found}, older than {before}, which serves; refresh(older=True) takes it"
             )
-        return served
+        return file
+
+    def unfollow(self) -> None:
+        """Stop following; the current version still serves."""
+        super().unfollow()
+        for whole_files in self._whole_files.values():
+            whole_files.stop()
 
     def close(self) -> None:
         """Stop following, and release the module and its files. Calls that run end as they would have."""
