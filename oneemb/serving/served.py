@@ -21,6 +21,8 @@ from oneemb.storage.rows.row_format import BITS, RowFormat
 from oneemb.storage.serving.layered_file import LayeredFile
 from oneemb.storage.serving.served_file import ServedFile
 
+_IDS = {torch.int64: np.int64, torch.int32: np.int32}
+
 
 class Served:
     """One served version; `absent` says how ids without a row read, "initial" or "zeros"."""
@@ -42,6 +44,15 @@ class Served:
         if self.padding_idx is not None and not -(1 << 63) <= self.padding_idx < 1 << 63:
             raise CorruptTableError(f"{file.path}: padding_idx {self.padding_idx} is no id")
         self._initial = initial_of(file, absent)
+        if file.rows.layers is not None:
+            self._compile_loops()
+
+    def _compile_loops(self) -> None:
+        """Compile the loops for rows with layers, before the first lookup needs them: a lookup must not wait."""
+        table_N, id_N = np.empty(0, np.int32), np.empty(0, _IDS[self.key_type])
+        self.rows(table_N, id_N, (0,))
+        for scale_N in None, np.empty(0, np.float32):
+            self.bags(table_N, id_N, np.zeros(2, np.int64), scale_N, "sum", (1,))
 
     @property
     def layered(self) -> LayeredFile | None:
