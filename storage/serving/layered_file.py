@@ -40,15 +40,16 @@ class LayeredFile:
         before: "LayeredFile | None" = None,
     ):  # fmt: skip
         self.base, self.room, self.path = base, room, layers[-1] if layers else base.path
-        there = {} if before is None else {one.path: (one, offset) for one, offset in before._layers}
-        self._layers: list[tuple[ServedFile, int]] = []
+        there = {} if before is None else before.mapped
+        self.mapped: dict[str, tuple[ServedFile, int]] = {}
+        """{path: open layer, offset of its first byte in the room}, the oldest first."""
         last = base.info
         for path in layers:
             layer, offset = there.get(path) or room.open_layer(path, threads)
             _check_goes_on(layer, last, base.info)
             if path not in there:
                 layer.verify()
-            self._layers.append((layer, offset))
+            self.mapped[path] = layer, offset
             last = layer.info
         files = [base, *self.layers]
         self.info = replace(
@@ -64,7 +65,7 @@ class LayeredFile:
     @property
     def layers(self) -> list[ServedFile]:
         """Open layers, the oldest first."""
-        return [layer for layer, _ in self._layers]
+        return [layer for layer, _ in self.mapped.values()]
 
     def _rows(self, threads: Threads) -> ServedRows:
         base, tables = self.base.info, self.base.info.num_tables
@@ -73,8 +74,8 @@ class LayeredFile:
         record_SW = record_X[: len(record_X) // size * size].view(np.int64).reshape(-1, size // 8)
         pilot_X = byte_X[base.pilots_begin :]
         pilot_B = pilot_X[: len(pilot_X) // 2 * 2].view(np.uint16)
-        region_LT6 = np.zeros((len(self._layers), 2 * tables, 6), np.uint64)
-        for region_T6, (layer, offset) in zip(region_LT6, reversed(self._layers), strict=True):
+        region_LT6 = np.zeros((len(self.mapped), 2 * tables, 6), np.uint64)
+        for region_T6, (layer, offset) in zip(region_LT6, reversed(self.mapped.values()), strict=True):
             used_T = np.flatnonzero(layer.rows.region_T6[:, SLOTS])
             region_T6[used_T] = layer.rows.region_T6[used_T]
             region_T6[used_T, FIRST_SLOT] += np.uint64(offset // size)
