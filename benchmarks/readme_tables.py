@@ -166,6 +166,15 @@ def _loader(cases: Sequence[Case]) -> list[list[str]]:
     ]  # fmt: skip
 
 
+def _serving_lag(cases: Sequence[Case]) -> list[list[str]]:
+    return [
+        [f"{case['rows']:,}", f"{case['lag_s']:.2f}", f"{case['lag_p99_s']:.2f}", f"{case['whole_file_s']:.1f}",
+         f"{case['meanwhile']:.2f}",
+         *(f"{p50:.2f} ({p99:.2f})" for p50, p99 in (case["one_layer"], case["four_layers"]))]
+        for case in cases
+    ]  # fmt: skip
+
+
 def _train_step(cases: Sequence[Case]) -> list[list[str]]:
     return [
         [case["case"], _ms(case["median_ms"]["compiled + prefetch, SSD"]),
@@ -199,6 +208,8 @@ TABLES: dict[str, tuple[list[str], Callable[[Sequence[Case]], list[list[str]]]]]
     "scale_out": (["case", "system", "ms a step", "oneemb's share", "MB sent by each"], _scale_out),
     "gpu": (["store", "optimizer", "oneemb, ms", "nn.EmbeddingBag, sparse", "dense", "loops", "waits"], _gpu),
     "loader": (["loader", "rows a second of processor time", "of the step's"], _loader),
+    "serving_lag": (["rows", "step to served row, s", "p99", "whole file, s", "p99 of lookups meanwhile / otherwise",
+                     "one layer / whole file, p50 (p99)", "four layers / whole file"], _serving_lag),
     "persistent_table": (["case", "block", "oneemb", "of the disk"], _persistent_table),
     "train_step": (["case", "prefetched step, ms", "compute alone, ms", "requests a step", "the disk's a second",
                     "step / limit"], _train_step),

@@ -32,6 +32,7 @@ from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, Stor
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing, path_text
 from oneemb.storage.objects.object_store import ObjectStore
 from oneemb.storage.serving.layered_file import LayeredFile
+from oneemb.storage.serving.room import RoomFullError
 from oneemb.storage.serving.served_file import ServedInfo, row_bytes_of
 from oneemb.storage.serving.served_writer import remove_unfinished_files, write_served_file
 from oneemb.storage.snapshots.owned_rows import owned_rows
@@ -236,7 +237,7 @@ def _open_made(
     if made is not None:
         try:
             return _opened(made, snapshot, threads, before)
-        except FileNotFoundError:
+        except (FileNotFoundError, RoomFullError):
             pass  # Another process has made a newer version, and removed files of this one.
     fs = LocalFileSystem()
     with doing("make files in", source.folder):
@@ -252,7 +253,10 @@ def _open_made(
         if made is None:
             remove_unfinished_files(fs, source.folder)
             made = _make(source, kind, snapshot, threads, progress)
-        return _opened(made, snapshot, threads, before)
+        try:
+            return _opened(made, snapshot, threads, before)
+        except RoomFullError:
+            return _opened([_make_whole(source, kind, snapshot, threads, progress)], snapshot, threads, before)
     finally:
         fs.unlock(lock)
 
@@ -267,9 +271,7 @@ def _make(
         source.folder, kind, snapshot, made, links, threads=threads, progress=progress
     ) if made else None  # fmt: skip
     if new is None:
-        path = os.path.join(source.folder, file_name(snapshot.sequence, snapshot.info.identity, kind))
-        make_file(path, snapshot, source.dtype, source.tables, threads=threads, progress=progress)
-        new = [VersionFile(snapshot.sequence, snapshot.info.identity, "", path)]
+        new = [_make_whole(source, kind, snapshot, threads, progress)]
     files = files_in(source.folder, kind)
     kept = {*made, *new, *[one for one in files if not one.since][-_KEPT:]}
     for old in files:
@@ -279,6 +281,15 @@ def _make(
     return new
 
 
+def _make_whole(
+    source: Source, kind: str, snapshot: PartedSnapshot, threads: Threads, progress: Progress
+) -> VersionFile:  # fmt: skip
+    path = os.path.join(source.folder, file_name(snapshot.sequence, snapshot.info.identity, kind))
+    if not os.path.exists(path):
+        make_file(path, snapshot, source.dtype, source.tables, threads=threads, progress=progress)
+    return VersionFile(snapshot.sequence, snapshot.info.identity, "", path)
+
+
 def make_whole(source: Source, served: Version, threads: Threads, stop: Callable[[], bool]) -> bool:
     """Make the whole file of a version that has layers, beside those who serve it; later versions go on from it.
     Returns False if another process makes a whole file, or `stop` returned True.
@@ -286,7 +297,7 @@ def make_whole(source: Source, served: Version, threads: Threads, stop: Callable
     Raises:
         ValueError, StorageError: same as `make_file`; or the snapshot is gone.
     """
-    fs, name = LocalFileSystem(), file_name(served.sequence, served.identity, _kind(source))
+    fs = LocalFileSystem()
     try:
         lock = fs.lock(os.path.join(source.folder, "LOCK-whole"))
     except BlockingIOError:
@@ -297,10 +308,8 @@ def make_whole(source: Source, served: Version, threads: Threads, stop: Callable
             raise _StoppedError
 
     try:
-        path = os.path.join(source.folder, name)
-        if not os.path.exists(path):
-            found = look_at(source.paths).get(served.name, served.identity, "the served version")
-            make_file(path, found, source.dtype, source.tables, threads=threads, progress=progress)
+        found = look_at(source.paths).get(served.name, served.identity, "the served version")
+        _make_whole(source, _kind(source), found, threads, progress)
     except _StoppedError:
         return False
     finally:

@@ -27,7 +27,7 @@ from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.serving.layered_file import LayeredFile
 from oneemb.storage.serving.room import Room
-from oneemb.storage.serving.served_file import ServedFile, with_gone
+from oneemb.storage.serving.served_file import MANIFEST_MAX, ServedFile, with_gone
 from oneemb.storage.serving.served_writer import write_served_file
 from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.owned_rows import owned_rows
@@ -103,6 +103,7 @@ def open_files(
     Raises:
         FileNotFoundError: a file has been removed meanwhile.
         CorruptTableError: a file is damaged, or does not go on from the one before it.
+        RoomFullError: this process cannot map layers, since its addresses are limited.
     """
     paths = [one.path for one in files]
     if before is not None and before.base.path == paths[0] and before.base.info.identity == files[0].identity:
@@ -150,6 +151,8 @@ def make_layer(
     format = SnapshotRows.of_meta(snapshot.info.meta, snapshot.name).format
     described = (snapshot.info.meta.get("embedding") or {}).get("tables", ())
     if (format.dim, format.dtype, len(described)) != (info.dim, info.trained, info.num_tables):
+        return None
+    if 2 * len(info.packed()) > MANIFEST_MAX:  # A layer has twice as many tables.
         return None
     with owned_rows(later, 0, 1) as rows:
         served_T = np.isin(np.arange(info.num_tables), info.tables)

@@ -32,7 +32,7 @@ class LayeredFile:
     Raises:
         FileNotFoundError: a layer is not there.
         CorruptTableError: a layer is damaged, or goes on from another version.
-        StorageError: the room has no place for a layer.
+        RoomFullError: the room has no place for a layer.
     """
 
     def __init__(

@@ -21,8 +21,14 @@ from oneemb.storage.serving.served_file import ServedFile, ServedInfo
 _PLACES = 16
 """Number of layers that can be mapped at once: those of the version that serves, and of former ones in use."""
 
-_LAYER_BYTES = 2 << 20  # bytes of a place, beside those of the file
+_LAYER_BYTES = 2 << 20
+"""Bytes of a place, beside twice those of the file. A layer always fits: it has at most a quarter of the file's rows,
+and twice its tables."""
 _FIXED = 0x10  # MAP_FIXED of Linux and macOS
+
+
+class RoomFullError(StorageError):
+    """A room has no place for a layer."""
 
 
 class Room:
@@ -42,7 +48,7 @@ class Room:
         # Records of a layer are whole records behind those of the file, and a mapping begins at a page.
         step = math.lcm(mmap.PAGESIZE, info.record_bytes)
         self._first = -(-size // step) * step
-        self._stride = -(-(size + _LAYER_BYTES) // step) * step
+        self._stride = -(-(2 * size + _LAYER_BYTES) // step) * step
         try:
             self._memory = _addresses(self._first + _PLACES * self._stride)
             self._free = list(range(_PLACES))
@@ -62,14 +68,18 @@ class Room:
         collected.
 
         Raises:
-            StorageError: there is no place for it; or as for `ServedFile`.
+            RoomFullError: there is no place for it.
+            FileNotFoundError, StorageError: as for `ServedFile`.
         """
         offsets: list[int] = []
 
         def memory_of(file: int, info: ServedInfo, size: int) -> np.ndarray:
-            if size > self._stride or not self._free:
-                raise StorageError(f"{path} must fit beside its file in memory, it has {size} bytes; open it again")
-            place = self._free.pop()
+            try:
+                place = self._free.pop()
+            except IndexError:
+                raise RoomFullError(
+                    f"{path} must have a place beside its file, all are in use; open it again"
+                ) from None
             offset = self._first + place * self._stride
             offsets.append(offset)
             _map(self._address + offset, size, file)

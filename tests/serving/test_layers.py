@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import mmap
 import os
 import pathlib
 import shutil
@@ -240,6 +241,20 @@ def test_more_versions_in_use_than_have_places_are_mapped_anew(job, tmp_path):
         assert len({id(version.rows["0"].base) for version, _ in versions}) > 1
         for version, answer in versions:
             assert torch.equal(version(*keys), answer)
+
+
+def test_a_process_with_few_addresses_makes_whole_files(job, monkeypatch):
+    def limited(file, size, memory=mmap.mmap, **options):
+        if size > 1 << 20:
+            raise OSError(errno.ENOMEM, "out of addresses")
+        return memory(file, size, **options)
+
+    monkeypatch.setattr(mmap, "mmap", limited)
+    served = opened(job)
+    for _ in range(2):
+        job.delta()
+        assert served.refresh() and same(served, job)
+        assert served.version.identity in whole_files_in(job.folder + "/serving")[-1].name
 
 
 def flipped(path, place):
