@@ -11,7 +11,6 @@ losses that it would have printed, to the last digit; an answer has weights and 
 
 import argparse
 import json
-import os
 import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,9 +22,6 @@ import pyarrow.parquet
 import torch
 
 import oneemb
-
-FULL_EVERY = 8  # saves: the others are deltas
-
 
 # ---- the stream ------------------------------------------------------------------------------------------------------
 
@@ -84,57 +80,32 @@ class ClickModel(torch.nn.Module):
         return self.mlp(self.rows(ids).flatten(1)).squeeze(1)
 
 
+class ClickGraph(oneemb.TrainGraph):
+    """The training step of a `ClickModel`."""
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self.model = ClickModel(folder)
+        self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=0.05))
+
+    def build(self, ids: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(self.model(ids), label)
+        loss.backward()
+        return loss.detach()
+
+
 def train(stream: Path, job: Path, size: int, save_every: int) -> None:
     """Train on what is new in the stream, and print the loss of each batch."""
     torch.manual_seed(0)
     torch.set_num_threads(1)  # A sum's bits depend on how many threads share it.
-    model = ClickModel(job / "rows")
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
-    loader, at = loader_of(stream, size), {"batches": 0, "saves": 0}
-    if (job / "model.pt").exists():
-        state = torch.load(job / "model.pt")
-        model.load_state_dict(state["model"])  # loads the snapshot that it names, with the deltas before it
-        optimizer.load_state_dict(state["optimizer"])
-        loader.load_state_dict(state["loader"])
-        at = state["at"]
-    trained = 0
-    for batch in loader:
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(batch["ids"]), batch["label"])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        at, trained = {**at, "batches": at["batches"] + 1}, trained + 1
-        print(f"batch {at['batches']}: loss {loss.item()!r}", flush=True)
-        if trained % save_every == 0:
-            at = save(job, model, optimizer, loader, at)
-    if trained % save_every:
-        save(job, model, optimizer, loader, at)
-    model.rows.close()
-
-
-def save(
-    job: Path, model: ClickModel, optimizer: torch.optim.Optimizer, loader: oneemb.data.Loader, at: dict[str, int]
-) -> dict[str, int]:
-    """Save rows as a snapshot or as a delta, then the checkpoint that names it. Returns the counts with it."""
-    number, rows = at["saves"] + 1, model.rows
-    # A killed trainer may have left a snapshot that no checkpoint names, so it is overwritten.
-    if number % FULL_EVERY == 1:
-        rows.save_snapshot(f"{number:06}", overwrite=True)
-    else:
-        rows.save_delta(f"{number:06}", since=f"{number - 1:06}", overwrite=True)
-    at = {**at, "saves": number}
-    temporary = job / "model.tmp"
-    with open(temporary, "wb") as file:
-        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
-        torch.save({**states, "at": at}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(job / "model.pt")
-    if number % FULL_EVERY == 1:
-        for name in reversed(rows.snapshots()):  # Deltas go before the snapshot that they need.
-            if int(name) < number - FULL_EVERY:
-                rows.delete_snapshot(name)
-    return at
+    graph, loader, checkpoint = ClickGraph(job / "rows"), loader_of(stream, size), job / "model.pt"
+    if checkpoint.exists():
+        graph.load(checkpoint)  # loads the delta that it names, with the snapshots before it
+        loader.load_state_dict(graph.loader_state)
+    save = oneemb.SaveEvery(graph, checkpoint, steps=save_every)  # and at the end of the loader
+    for loss in graph.run(loader, save=save):
+        print(f"batch {graph.steps}: loss {loss.item()!r}", flush=True)
+    graph.model.rows.close()
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------

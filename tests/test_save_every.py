@@ -113,6 +113,31 @@ def test_a_loader_that_ends_right_after_a_save_is_saved_at_its_end(tmp_path, mon
     assert graph.loader_state["epoch"] == 1
 
 
+def test_a_loader_that_has_nothing_new_is_not_saved(tmp_path, monkeypatch):
+    graph, loader = Graph(), Live()
+    save, saved = oneemb.SaveEvery(graph, tmp_path / "c", steps=10), saves_of(graph, monkeypatch)
+    for there, steps in ((2, [2]), (2, [2]), (3, [2, 3]), (3, [2, 3])):
+        loader.there = there
+        for _ in graph.run(loader, save=save):
+            pass
+        assert [step for step, _ in saved] == steps
+
+
+class Live:
+    """A loader of a stream, which ends where nothing more is there."""
+
+    def __init__(self):
+        self.at = self.there = 0
+
+    def __iter__(self):
+        while self.at < self.there:
+            self.at += 1
+            yield torch.tensor([[self.at, 1]])
+
+    def state_dict(self):
+        return {"at": self.at}
+
+
 def test_a_loop_that_is_left_or_fails_saves_nothing_more(tmp_path, monkeypatch):
     graph = Graph()
     save, saved = oneemb.SaveEvery(graph, tmp_path / "c", steps=2), saves_of(graph, monkeypatch)

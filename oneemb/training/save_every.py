@@ -1,6 +1,7 @@
 """`SaveEvery`: saves of a graph that recur by steps, by time, or by the times of the data."""
 
 import math
+import pickle
 import time
 from collections.abc import Callable
 from numbers import Real
@@ -8,6 +9,7 @@ from typing import Any
 
 from oneemb.checkpoints.checkpoint import ranks_of_graph
 from oneemb.checkpoints.checkpoint_snapshots import check_keep
+from oneemb.checkpoints.state_bytes import hash_of
 from oneemb.embeddings.embedding import embeddings_of
 from oneemb.flags import check_flags
 from oneemb.graph.ranks import together
@@ -140,17 +142,25 @@ class SaveEvery:
         return False
 
     def finish(self) -> bool:
-        """Save if there was a step, or the loader has ended, since the last save. Returns whether that was so;
+        """Save if there was a step since the last save, or the loader has another state. Returns whether that was so;
         `graph.run` calls this method at the end of the loader."""
         graph = self.graph
         if graph.waiting_batches:
             return False
-        trained = any(
-            self._of_all(lambda: graph.steps != self._steps_begin or graph.loader_state is not self._state_begin)
-        )
-        if trained:
+        changed = any(self._of_all(self._has_changed))
+        if changed:
             self._save()
-        return trained
+        return changed
+
+    def _has_changed(self) -> bool:
+        """Whether the graph has made a step, or its loader another state, since the last save."""
+        before, now = self._state_begin, self.graph.loader_state
+        if self.graph.steps != self._steps_begin or now is before:
+            return self.graph.steps != self._steps_begin
+        try:
+            return hash_of(now) != hash_of(before)
+        except (TypeError, ValueError, AttributeError, RuntimeError, pickle.PicklingError):
+            return False  # A checkpoint cannot hold the state.
 
     def _save(self) -> None:
         self.graph.save(self.path, **self._how)

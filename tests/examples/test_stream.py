@@ -44,9 +44,10 @@ def get(url):
 def train_with_kills(folder, arguments, kills, saves_between):
     """Text of a trainer that is killed so often, each time when it has saved so often since."""
     text, checkpoint = "", folder / "job" / "model.pt"
+    options = dict(zip(arguments[::2], arguments[1::2], strict=True))
 
     def saves():
-        return torch.load(checkpoint)["at"]["saves"] if checkpoint.exists() else 0
+        return torch.load(checkpoint)["steps"] // int(options.get("--save-every", 20)) if checkpoint.exists() else 0
 
     for kill in range(kills + 1):
         trainer = subprocess.Popen(command(folder, "train", arguments), stdout=subprocess.PIPE, text=True)
@@ -87,9 +88,16 @@ def follow_and_kill(tmp_path, capsys, arguments, kills, saves_between):
 
 def test_a_trainer_that_was_killed_prints_the_losses_of_one_that_was_not(tmp_path, capsys):
     whole, killed = follow_and_kill(tmp_path, capsys, SMALL, 1, 4)
-    assert whole["at"] == killed["at"] and whole["loader"] == killed["loader"]
-    for name, weight in whole["model"].items():
-        assert name.startswith("rows.") or torch.equal(weight, killed["model"][name])
+    assert whole["steps"] == killed["steps"] and whole["loader"] == killed["loader"]
+    for name, weight in whole["tensors"].items():
+        assert torch.equal(weight, killed["tensors"][name])
+    assert steps_of_saves(whole) == steps_of_saves(killed)
+    assert "oneemb_since" in whole["embeddings"]["model.rows"]
+
+
+def steps_of_saves(state):
+    """Names of the snapshots that a checkpoint names, without their random digits."""
+    return [one["model.rows"]["oneemb_snapshot"][:-9] for one in (state["embeddings"], *state["earlier"])]
 
 
 def test_a_server_answers_from_the_newest_checkpoint_while_the_stream_goes_on(tmp_path, capsys):
@@ -124,9 +132,9 @@ def test_a_server_answers_from_the_newest_checkpoint_while_the_stream_goes_on(tm
 
 def expected(job):
     """Name of the newest snapshot and the score of a trained model that has loaded it."""
-    state, model = torch.load(job / "model.pt"), script.ClickModel(job / "rows")
-    model.load_state_dict(state["model"])
-    names = model.rows.snapshots()
+    graph = script.ClickGraph(job / "rows")
+    graph.load(job / "model.pt")
+    model, names = graph.model, graph.model.rows.snapshots()
     with torch.no_grad():
         score = model.eval()(script.ids_of(["u1"], ["i1"], ["tv"], [9])).sigmoid().item()
     model.rows.close()
