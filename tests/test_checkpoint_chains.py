@@ -6,6 +6,7 @@ The oracle is a dict of rows. Rows are put straight into the stores, each where 
 import os
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from oneemb.kernels.owner import owner_of
 from oneemb.kernels.threads import Threads
 from oneemb.storage.objects.manifests import names_in
 from oneemb.storage.objects.object_store import ObjectStore
+from oneemb.storage.snapshots.store_snapshots import StoreSnapshots
 from oneemb.storage.store_rows import set_rows
 from oneemb.storage.table.delta import GONE, Delta, gone_array
 from oneemb.storage.table.persistent_table import PersistentTable
@@ -111,6 +113,8 @@ def deltas_in(folder):
 @pytest.mark.parametrize("options", ["host", "ssd"])
 def test_saves_are_deltas_that_go_with_the_chain_that_no_kept_save_needs(tmp_path, monkeypatch, options):
     monkeypatch.setattr(checkpoint, "DELTAS_MAX", 3)
+    delete, deleted = StoreSnapshots.delete, []
+    monkeypatch.setattr(StoreSnapshots, "delete", lambda store, name: deleted.append(name) or delete(store, name))
     job, copies, there = Job(None, tmp_path / "rows", options), {}, []
     for version in range(1, 12):
         job.change(version, *few(version)).save(tmp_path / "c", delta=True, keep=2)
@@ -127,6 +131,7 @@ def test_saves_are_deltas_that_go_with_the_chain_that_no_kept_save_needs(tmp_pat
     chain = [True, False, False, False]
     one = [chain[:n] for n in (1, 2, 3, 4)]
     assert there == [*one, [*chain, True], *one[1:], [*chain, True], *one[1:3]]
+    assert len(deleted) == len(set(deleted)) == 8, "no save asks for the deletion of what is needed"
     job.embedding.close()
 
 
@@ -235,6 +240,14 @@ def test_any_number_of_ranks_goes_on_with_the_chain_of_any_other(tmp_path, monke
         assert_nothing_is_unneeded(tmp_path / "rows")
         # A chain of another number of ranks is pruned once no kept save is of it.
         assert len(names_of(tmp_path / "c")) == (6 if (n, size) in ((2, 3), (5, 2)) else 3)
+
+
+def test_ranks_save_whole_snapshots_if_one_of_them_cannot_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(StoreSnapshots, "may_go_on", lambda *_: threading.current_thread().name == "rank-0")
+    assert whole(run(2, save, tmp_path, f"{tmp_path}/c", 1, 3, False, patch=monkeypatch)) == (at(3), 3)
+    assert len(names_of(tmp_path / "c")) == 2
+    assert_nothing_is_unneeded(tmp_path / "rows")
+    assert set(deltas_in(tmp_path / "rows" / "rank-1-of-2").values()) == {None}
 
 
 @pytest.mark.parametrize("size", [0, 2])

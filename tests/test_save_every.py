@@ -90,6 +90,11 @@ def test_a_save_is_due_by_the_newest_time_of_the_data(tmp_path, monkeypatch):
     assert not save(1.0) and not save(torch.tensor(60.0)) and save(61.0)
     with pytest.raises(ValueError, match="finite number of seconds, got nan"):
         save(float("nan"))
+    save = oneemb.SaveEvery(graph, tmp_path / "c", event_seconds=60, steps=1)
+    assert not save(100.0)
+    graph(loader[0])
+    assert save(90.0), "a step was made"
+    assert not save(155.0) and save(160.0), "the last save had data of time 100"
 
 
 @pytest.mark.parametrize("depth", [0, 2])
@@ -154,7 +159,7 @@ def test_a_loop_that_is_left_or_fails_saves_nothing_more(tmp_path, monkeypatch):
 
 def test_micro_batches_that_wait_are_not_saved(tmp_path, monkeypatch):
     graph = Graph(accumulation_steps=3)
-    save, saved = oneemb.SaveEvery(graph, tmp_path / "c", steps=1), saves_of(graph, monkeypatch)
+    save, saved = oneemb.SaveEvery(graph, tmp_path / "c", seconds=1e-9), saves_of(graph, monkeypatch)
     waiting = [graph.waiting_batches for _ in graph.run(Loader(8), save=save)]
     assert waiting == [1, 2, 0, 1, 2, 0, 1, 2] and [step for step, _ in saved] == [1, 2] and not save.finish()
     graph.load(tmp_path / "c")
