@@ -146,6 +146,7 @@ def check_sasrec(names, folder):
 
 def check_two_tower(names, folder):
     assert names["auc"] > 0.55 and abs(names["auc"] - names["of_twin"]) < 0.03
+    assert names["of_followed"] > 0.9
     assert names["recall"] > 0.5 and names["index"].ntotal == len(names["known"]) + 1
 
 
