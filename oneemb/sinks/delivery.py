@@ -94,6 +94,7 @@ class Delivery:
 
     def _pending(self, stop: Callable[[], bool]) -> list[Changes]:
         self._shown = self.sink.version()
+        self._versions.pull(stop)
         return self._versions.changes(
             self._shown, wants_whole=self.sink.wants_whole, when_behind=self._when_behind, stop=stop
         )

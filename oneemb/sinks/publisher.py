@@ -14,12 +14,15 @@ from typing import Any, Literal, Self, cast
 
 from oneemb.rows.arguments import Paths, as_embedding, as_list
 from oneemb.serving.following import Follower
+from oneemb.serving.stored_rows import StoredCopy
 from oneemb.sinks.changes import Changes
 from oneemb.sinks.delivery import Delivery, SinkStats
 from oneemb.sinks.sink import FunctionSink, Sink
 from oneemb.sinks.version import PublishError
 from oneemb.sinks.versions import Versions
 from oneemb.storage.errors import ForkedProcessError, StorageError
+from oneemb.storage.fs import AnyPath, absolute_path
+from oneemb.storage.objects.object_store import ObjectStore, is_url
 
 _log = logging.getLogger("oneemb")
 
@@ -33,6 +36,7 @@ def publish(
     *,
     seconds: float = 1.0,
     version: str | None = None,
+    folder: AnyPath | None = None,
     when_behind: Literal["whole", "error"] = "whole",
     max_versions: int | None = None,
     max_bytes: int | None = None,
@@ -45,11 +49,12 @@ def publish(
     it ended.
 
     Args:
-        paths: folder of the table, or the folder with the folders of ranks, or the folders of a sharded table. With
-            ranks, one process publishes.
+        paths: folder of the table, or the folder with the folders of ranks, or the folders of a sharded table; or
+            the URL to which a job pushes its snapshots. With ranks, one process publishes.
         sinks: sinks of `oneemb.sinks`, or functions that take `Changes`.
         seconds: time between two looks for newer versions.
         version: name of the snapshot to publish; None = the newest, again and again.
+        folder: with a URL, folder on this machine for the snapshots that are published.
         when_behind: what a sink gets if deltas from its version to the newest are not there, since the job has deleted
             them, has saved a whole snapshot, or went on from an older snapshot: "whole" = all rows; "error" = nothing,
             and `PublishError`.
@@ -89,8 +94,15 @@ def publish(
     for name, value in (("max_versions", max_versions), ("max_bytes", max_bytes)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise ValueError(f"{name} must be an int of 0 or more, or None for any, got {value!r}")
+    if is_url(paths) != (folder is not None):
+        raise ValueError(f"folder must be given with a URL, and only then, got folder={folder!r} with {paths!r}")
+    if is_url(paths) and folder is not None:
+        stored = StoredCopy(ObjectStore(paths), absolute_path(folder))
+        versions = Versions([stored.folder], version, stored)
+    else:
+        versions = Versions(as_list(paths), version)
     limits = max_versions, max_bytes
-    return Publisher(Versions(as_list(paths), version), sinks, seconds, when_behind, limits, when_full == "pause")
+    return Publisher(versions, sinks, seconds, when_behind, limits, when_full == "pause")
 
 
 class Publisher:

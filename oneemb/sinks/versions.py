@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from oneemb.serving.stored_rows import StoredCopy
 from oneemb.sinks.changes import Changes
 from oneemb.sinks.version import PublishError, TableVersion
 from oneemb.storage.bottom import NOT_SAVED
@@ -21,11 +22,13 @@ class Versions:
     Args:
         paths: folders of the table.
         target: name of the snapshot to publish; None = the newest.
+        stored: copy of an object store's snapshots in the only path; None = a job writes to the paths.
     """
 
-    def __init__(self, paths: Sequence[str], target: str | None = None):
+    def __init__(self, paths: Sequence[str], target: str | None = None, stored: StoredCopy | None = None):
         self.paths = list(paths)
         self.target = target
+        self._stored = stored
         self._lock = threading.Lock()
         self._found: FoundParts | None = None
         self._seen: object = None
@@ -37,6 +40,13 @@ class Versions:
             if self._found is None or self._seen != seen or time.time() - changed < _OLD_S:
                 self._found, self._seen = look_at(self.paths), seen
             return self._found
+
+    def pull(self, stop: Callable[[], bool]) -> None:
+        """Bring the snapshot to publish, with its ancestors, from the object store, if there is one. StorageError if
+        the store cannot be used, or has no snapshot."""
+        if self._stored is not None:
+            with self._lock:
+                self._stored.pull(self.target, stop)
 
     def _times(self) -> tuple[object, float]:
         folders = [f"{folder}/snapshots" for folder in folders_at(self.paths)]

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import uuid
 
 import pytest
 from click.testing import CliRunner
@@ -181,6 +182,26 @@ def test_rows_of_any_number_of_ranks_are_published(tmp_path, rank_pool, redis_se
             publisher.flush()
             assert publisher.stats().popitem()[1]["wholes"] == (n == 0)
         assert place.read() == (f"v{n}", of_ranks[0][n] | of_ranks[1][n])
+
+
+def test_versions_of_an_object_store_are_published(job, tmp_path):
+    url, place = f"memory://{uuid.uuid4().hex}/items", Place("table", tmp_path / "sinks", None)
+    with pytest.raises(ValueError, match="folder must be given with a URL, and only then"):
+        oneemb.publish(url, [place.make()])
+    with pytest.raises(ValueError, match="folder must be given with a URL, and only then"):
+        publishing(job, place.make(), folder=tmp_path / "copy")
+    job.save("v0")
+    oneemb.push(job.folder, url)
+    with oneemb.publish(url, [place.make()], folder=tmp_path / "copy", seconds=1000) as publisher:
+        publisher.flush()
+        place.check(job, "v0")
+        for n in range(1, 4):
+            job.save(f"v{n}")
+        oneemb.push(job.folder, url)
+        publisher.flush()
+        place.check(job, "v3")
+        (stats,) = publisher.stats().values()
+        assert (stats["versions"], stats["wholes"]) == (4, 1)
 
 
 def test_the_command_publishes_to_sinks_of_each_kind(job, tmp_path, redis_server):
