@@ -175,6 +175,14 @@ def _serving_lag(cases: Sequence[Case]) -> list[list[str]]:
     ]  # fmt: skip
 
 
+def _publish(cases: Sequence[Case]) -> list[list[str]]:
+    return [
+        [case["sink"], _ms(case["delta_ms"]), f"{case['rows_per_processor_s']:,}", _ms(case["all_rows_by_hand_ms"]),
+         f"{case['times_less']:.1f}", f"{case['all_rows_per_processor_s']:,}"]
+        for case in cases
+    ]  # fmt: skip
+
+
 def _train_step(cases: Sequence[Case]) -> list[list[str]]:
     return [
         [case["case"], _ms(case["median_ms"]["compiled + prefetch, SSD"]),
@@ -210,6 +218,8 @@ TABLES: dict[str, tuple[list[str], Callable[[Sequence[Case]], list[list[str]]]]]
     "loader": (["loader", "rows a second of processor time", "of the step's"], _loader),
     "serving_lag": (["rows", "step to served row, s", "p99", "whole file, s", "p99 of lookups meanwhile / otherwise",
                      "one layer / whole file, p50 (p99)", "four layers / whole file"], _serving_lag),
+    "publish": (["sink", "delta, ms", "rows a second", "all rows by hand, ms", "by hand / delta",
+                 "first version, rows a second"], _publish),
     "persistent_table": (["case", "block", "oneemb", "of the disk"], _persistent_table),
     "train_step": (["case", "prefetched step, ms", "compute alone, ms", "requests a step", "the disk's a second",
                     "step / limit"], _train_step),

@@ -34,7 +34,7 @@ class Changes:
     any more; or all rows.
 
     Args:
-        snapshot: the version.
+        snapshot: the version, with its ancestors.
         is_whole: whether the changes are all rows, which replace whatever the sink has.
         stop: function that returns True once nobody wants the changes any more.
     """
@@ -100,6 +100,10 @@ class Changes:
                     kept &= np.isin(table_N, tables)
                 table_N, id_N = table_N[kept], id_N[kept]
         return table_N, id_N
+
+    def whole(self) -> "Changes":
+        """All rows of the same version, for a sink that wants to be built anew."""
+        return Changes(self.snapshot, True, self._stop)
 
     def check_wanted(self) -> None:
         """Raise StoppedError if nobody wants the changes any more, since the publisher is closed."""

@@ -108,8 +108,7 @@ class FaissSink:
 
     @property
     def wants_whole(self) -> bool:
-        view = self._view
-        return view is not None and (self._broken or view.index.ntotal * (1 - self._rebuild) > view.live_P.sum())
+        return self._view is not None and self._broken
 
     def search(self, query_QD: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, TableVersion]:
         """The k nearest rows of each query.
@@ -147,6 +146,8 @@ class FaissSink:
     def apply(self, changes: Changes) -> None:
         if self._lock is not None:
             self._lock.take()
+        if not changes.is_whole and self._dead_share(changes) > self._rebuild:
+            changes = changes.whole()
         if changes.is_whole:
             self._places = None
             view = self._on_disk(changes.version.identity) or self._built(changes)
@@ -203,6 +204,15 @@ class FaissSink:
             changes.check_wanted()
             index.add(vector_ND[begin : begin + _ADDED])
         return FaissView.of(changes.version, index, id_P, np.ones(len(id_P), np.bool_))
+
+    def _dead_share(self, changes: Changes) -> float:
+        """Share of dead positions once the changes are added."""
+        view = self.view
+        ids = [batch.id_N for batch in changes.batches(tables=[self._table])]
+        changed_N = np.concatenate([*ids, changes.gone(tables=[self._table])[1]])
+        old_N = self._places_of(view).find(np.zeros(len(changed_N), np.int32), changed_N)
+        dead = view.index.ntotal - int(view.live_P.sum()) + int((old_N >= 0).sum())
+        return dead / max(1, view.index.ntotal + sum(map(len, ids)))
 
     def _added(self, changes: Changes) -> FaissView:
         """View of the index with the changes. Until it takes the place of the view before, none of the new positions is

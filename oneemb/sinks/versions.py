@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from oneemb.serving.stored_rows import StoredCopy
 from oneemb.sinks.changes import Changes
@@ -105,7 +106,8 @@ class Versions:
         links = [*newest.before, newest]
         known = [link.info.identity for link in links]
         if shown.identity in known and not wants_whole:
-            return [Changes(link, False, stop) for link in links[known.index(shown.identity) + 1 :]]
+            first = known.index(shown.identity) + 1
+            return [Changes(replace(links[n], before=tuple(links[:n])), False, stop) for n in range(first, len(links))]
         if when_behind == "error" and not wants_whole:
             raise PublishError(
                 f"the sink shows {shown.name!r} (identity {shown.identity}), and {', '.join(self.paths)} has no deltas"

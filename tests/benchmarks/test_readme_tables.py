@@ -86,6 +86,7 @@ TINY = {
     "dense_share": ["--rows", "500", "--batch", "8", "--turns", "1"],
     "longest_steps": ["--slots", "20000", "--batch", "16", "--steps", "3"],
     "loader": ["--rows", "5000", "--turns", "1"],
+    "publish": ["--rows", "2000", "--turns", "1"],
     "persistent_table": ["--rows", "150000", "--rounds", "2", "--blocks", "4096", "--puts", "9",
                          "--peers"],
     "train_step": ["--tables", "8", "--rows", "3000", "--batch", "64", "--rounds", "1", "--steps", "3", "--warm", "2"],
