@@ -87,6 +87,7 @@ TINY = {
     "longest_steps": ["--slots", "20000", "--batch", "16", "--steps", "3"],
     "loader": ["--rows", "5000", "--turns", "1"],
     "publish": ["--rows", "2000", "--turns", "1"],
+    "serving_lag": ["--rows", "20000", "--deltas", "2", "--calls", "200"],
     "persistent_table": ["--rows", "150000", "--rounds", "2", "--blocks", "4096", "--puts", "9",
                          "--peers"],
     "train_step": ["--tables", "8", "--rows", "3000", "--batch", "64", "--rounds", "1", "--steps", "3", "--warm", "2"],
