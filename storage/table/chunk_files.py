@@ -10,6 +10,7 @@ Invariants:
   `remover`, since a system may take long to free the space of a large file;
 - a file is synced on the descriptor that wrote it, which stays open until then: Linux reports a failed writeback to
   each descriptor that was open, but to a descriptor that is opened later only if no process was told before;
+- while a sync of a chunk runs, no other sync of the chunk begins, and its files stay open;
 - a chunk whose sync has failed stays `suspect`: the system may have dropped pages of its files, so no new snapshot may
   rely on the chunk.
 """
@@ -41,9 +42,11 @@ EVERY_NUMBER = 1 << 62
 _RUN = struct.Struct("<3Q")
 _SUM = struct.Struct("<Q")
 _FILES_OPEN_MAX = 256
-# Most full chunks whose files stay open because they are not synced. Beyond this number the oldest chunk is synced; the
-# system has probably written it back by then.
+# Most full chunks whose files stay open because they are not synced. Beyond this number the oldest chunk is synced, by
+# the thread `syncer` if there is one; the system has probably written it back by then.
 _UNSYNCED_MAX = 64
+# Most chunks that wait for the thread: a call that needs one more waits for the oldest of them.
+_SYNCING_MAX = 8
 _CHUNK_NAME = re.compile(r"([0-9]{12})\.(?:rows|keys)")
 
 
@@ -136,6 +139,8 @@ class ChunkFiles:
         self.bytes_removed = 0
         self.remover: Executor | None = None
         self._removals: dict[ChunkFile, Future[None]] = {}
+        self.syncer: Executor | None = None
+        self._syncs: dict[ChunkFile, Future[None]] = {}  # Of some chunks in `unsynced`, oldest first.
         self._process = os.getpid()  # A forked child releases copies of holds, but must not remove files.
 
     def create(self, geometry: Geometry) -> ChunkFile:
@@ -217,9 +222,24 @@ class ChunkFiles:
             self._close_written(chunk)
             return
         self.unsynced[chunk] = None
-        if len(self.unsynced) > min(_UNSYNCED_MAX, self._fs.spare_files() // 2):
+        self.end_syncs()
+        most = min(_UNSYNCED_MAX, self._fs.spare_files() // 2)
+        if len(self.unsynced) - len(self._syncs) > most:
+            self.end_syncs(min(_SYNCING_MAX, most) - 1)
+            oldest = next(chunk for chunk in self.unsynced if chunk not in self._syncs)
+            if self.syncer is not None:
+                self._syncs[oldest] = submit(self.syncer, self._sync_files, oldest)
+                return
             with suppress(StorageError):  # On an error the chunk is suspect, and the next save moves its rows.
-                self.sync(next(iter(self.unsynced)))
+                self.sync(oldest)
+
+    def end_syncs(self, most: int | None = None) -> None:
+        """Take over the results of syncs that the thread `syncer` has ended. most: number of syncs that may be left
+        running; those beyond it are waited for."""
+        for count, (chunk, synced) in zip(range(len(self._syncs), 0, -1), list(self._syncs.items()), strict=True):
+            if synced.done() or most is not None and count > most:
+                with suppress(StorageError):
+                    self.sync(chunk)
 
     def sync(self, chunk: ChunkFile) -> None:
         """Wait until all appended runs are on the device; may run beside appends. After a StorageError the runs may be
@@ -232,20 +252,29 @@ class ChunkFiles:
         size = chunk.nbytes
         if chunk.synced_bytes == size:
             return
-        assert chunk.rows_out is not None and chunk.keys_out is not None, "a chunk stays open until it is synced"
-        path = chunk.rows_path
         try:
-            self._fs.sync(chunk.rows_out)
-            path = chunk.keys_path
-            self._fs.sync(chunk.keys_out)
+            synced = self._syncs.get(chunk)
+            if synced is None:
+                self._sync_files(chunk)
+            else:
+                synced.result()
             chunk.synced_bytes = size
-        except OSError as error:
+        except StorageError:
             chunk.suspect = True
-            raise storage_error(error, "sync", path) from error
+            raise
         finally:
+            self._syncs.pop(chunk, None)
             # A run that was appended during this sync is synced by the next call, so the files stay open for it.
             if chunk in self.unsynced and (chunk.suspect or chunk.synced_bytes == chunk.nbytes):
                 self._close_written(chunk)
+
+    def _sync_files(self, chunk: ChunkFile) -> None:
+        assert chunk.rows_out is not None and chunk.keys_out is not None, "a chunk stays open until it is synced"
+        for file, path in ((chunk.rows_out, chunk.rows_path), (chunk.keys_out, chunk.keys_path)):
+            try:
+                self._fs.sync(file)
+            except OSError as error:
+                raise storage_error(error, "sync", path) from error
 
     def sync_all(self, chunks: Iterable[ChunkFile]) -> None:
         """`sync` each chunk, up to `sync_threads` at a time. An error is raised after all chunks were tried, so that
@@ -358,6 +387,9 @@ class ChunkFiles:
     def _close_written(self, chunk: ChunkFile) -> None:
         """Close the descriptors that wrote the chunk."""
         self.unsynced.pop(chunk, None)
+        synced = self._syncs.pop(chunk, None)
+        if synced is not None and not synced.done() and os.getpid() == self._process:
+            wait([synced])  # Seldom: compaction removes a chunk that is just being synced.
         if chunk.rows_out is not None and chunk.reading:
             self.open_rows_files[chunk] = chunk.rows_out
         elif chunk.rows_out is not None:

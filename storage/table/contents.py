@@ -47,6 +47,7 @@ class Contents:
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="oneemb-write") if background else None
         self.index_thread = ThreadPoolExecutor(1, thread_name_prefix="oneemb-index") if background else None
         self._files.remover = ThreadPoolExecutor(1, thread_name_prefix="oneemb-remove") if background else None
+        self._files.syncer = ThreadPoolExecutor(1, thread_name_prefix="oneemb-fsync") if background else None
         self._rows_moved = 0
         self._use(LiveRows(geometry, self._files, threads, expected_rows, self.index_thread))
 
@@ -145,6 +146,7 @@ class Contents:
 
     def leave_suspects(self) -> None:
         """Move live rows out of chunks whose sync has failed, so that no snapshot relies on those chunks."""
+        self._files.end_syncs()
         for chunk in self.live.chunks():
             if chunk.suspect:
                 if self.writer.writes_to(chunk):
@@ -172,6 +174,7 @@ class Contents:
 
     def _end(self, *, cancel: bool) -> None:
         remover, self._files.remover = self._files.remover, None  # What is removed from now on is removed at once.
-        for beside in (self._writes, self.index_thread, remover):
+        syncer, self._files.syncer = self._files.syncer, None
+        for beside in (self._writes, self.index_thread, remover, syncer):
             if beside is not None:
                 beside.shutdown(cancel_futures=cancel)

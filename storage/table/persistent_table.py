@@ -115,7 +115,7 @@ class PersistentTable:
             expected_rows: number of rows for which the index has room at once; a table may hold more.
             io: "aio" = Linux AIO, past the system's page cache; "pread" = reads by threads, through the cache; "auto" =
                 "aio" if it works at this path, else "pread".
-            background: if True, write and compact in background threads; if False, in the calls themselves.
+            background: if True, write, sync and compact in background threads; if False, in the calls themselves.
             mend: advice in the error of a broken table: what to do.
             holder: object that owns the table. If another object of this process holds the path, it is asked to close
                 for this holder. None = the table is the holder, and no other object is asked.

@@ -8,7 +8,9 @@ has been told before. So an error can be lost for good where a file is closed an
 import fcntl
 import os
 import stat
+import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,7 +32,7 @@ from tests.storage import (
 from tests.support.faulty_fs import FaultyFileSystem
 from tests.support.graph_models import make_graph
 from tests.support.inside import chunk_files_of
-from tests.support.table_model import check, got, scanned
+from tests.support.table_model import check, got, put_random, scanned
 
 
 class TellsOthers:
@@ -240,6 +242,62 @@ def test_many_full_chunks_are_synced_before_too_many_files_are_open(spare, most,
     world.save("c")  # Rows of suspect chunks have moved.
     assert Table().found(on_disk(fs)) == world.saved
     assert not chunk_files_of(world.table).unsynced
+
+
+class StuckSyncs(FaultyFileSystem):
+    """The thread that syncs full chunks stands still at each sync until `go_on` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.reached, self.go_on, self.synced_there = threading.Event(), threading.Event(), 0
+
+    @property
+    def files_open(self):
+        return len(self._open)
+
+    def sync(self, file):
+        if threading.current_thread().name.startswith("oneemb-fsync"):
+            self.reached.set()
+            assert self.go_on.wait(600)
+            self.synced_there += file in self._open
+        super().sync(file)
+
+
+@pytest.mark.parametrize("then", ["save", "clear", "close", "fail"])
+def test_full_chunks_are_synced_beside_the_calls(then, monkeypatch):
+    fs, rows, rng = StuckSyncs(), {}, np.random.default_rng(0)
+    monkeypatch.setattr(chunk_files, "_UNSYNCED_MAX", 2)
+    table = crash.open_table(fs, background=True, max_space_amplification=50.0)
+    unsynced = chunk_files_of(table).unsynced
+    for _ in range(100):
+        if len(unsynced) < 3:  # The thread syncs one of them, and no put has waited for it.
+            put_random(table, rows, rng, 60, ids=2000)
+            table.flush()
+    assert len(unsynced) == 3 and fs.reached.wait(600) and fs.synced_there == 0
+    check(table, rows)
+    if then == "fail":
+        oldest = next(iter(unsynced))
+        fs.writeback_fails(others_ask=True)
+        fs.go_on.set()
+        with pytest.raises(StorageError, match="could not (sync /t/chunks/.*EIO|be written to the device earlier)"):
+            for n in range(100):
+                table.save_snapshot(f"failed{n}", {})
+                assert not table.snapshots()
+        assert oldest.suspect
+    else:
+        threading.Timer(0.1, fs.go_on.set).start()
+    if then == "clear":
+        table.clear()
+        rows = {}
+        put_random(table, rows, rng, 60, ids=2000)
+    if then == "close":
+        table.close()
+        assert not fs.files_open and fs.synced_there == 2  # Two files a chunk.
+        return
+    table.save_snapshot("s", {"n": 1})
+    assert fs.synced_there >= 2 and Table().found(on_disk(fs)) == {"s": (1, rows)}
+    check(table, rows)
+    table.close()
 
 
 def test_every_file_of_this_machine_is_synced_on_a_descriptor_that_may_write_it(tmp_path, monkeypatch):
