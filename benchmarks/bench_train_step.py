@@ -119,7 +119,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows of a table")
     parser.add_argument("--dim", type=int, default=32)
     parser.add_argument("--batch", type=int, default=4096)
-    parser.add_argument("--cache-share", type=float, default=0.05, help="rows in the cache, as a share of all")
+    parser.add_argument(
+        "--cache-share", type=float, default=0.05,
+        help="rows in the cache, as a share of all; it must hold the rows of a step: with few --rows give a larger one",
+    )  # fmt: skip
     parser.add_argument("--optimizer", choices=("sgd", "adagrad"), default="adagrad")
     parser.add_argument("--depth", type=int, default=1, help="batches prepared ahead")
     parser.add_argument("--threads", type=int, default=2)
