@@ -24,6 +24,13 @@ allocate N MiB beyond what Python and compiled code take (RLIMIT_DATA). 100 mill
 
     python benchmarks/bench_persistent_table.py --rows 100000000 --limit-mb 2048
 
+With `--index-memory-mb N` the index of oneemb's table may take N MiB, and the rest of the index is on the disk; a
+case says how many blocks of the index are read for a row.
+
+With `--index-sizes N ...` nothing is compared either: the program fills an index that is wholly on the disk with each
+number of keys, without rows, and prints bytes of memory and disk a key, bytes read and written for each key that was
+put, and blocks read for a known and an unknown key.
+
 The raw disk: sequential direct writes of 4 MiB; direct reads of the same block size at the same depth, 128, by the
 same Linux AIO calls without checks and copies: as many different blocks a batch as it has rows, drawn beforehand from
 as many as the table has, one batch after the other.
@@ -48,11 +55,15 @@ import numpy as np
 from _machine import interleaved, load_results, machine, save_results, table
 
 from oneemb.kernels.aio import AIO_NUMBERS
+from oneemb.kernels.compact_index import BLOCK_BYTES
 from oneemb.kernels.threads import Threads
+from oneemb.storage.cold_index import ColdIndex
+from oneemb.storage.compact_index import CompactIndex
 from oneemb.storage.fs import LocalFileSystem, aligned_bytes
-from oneemb.storage.table.aio_reader import AioReader
+from oneemb.storage.table.aio_reader import AioReader, open_reader
 from oneemb.storage.table.block_reader import ReadPlan
 from oneemb.storage.table.chunk_files import ChunkFile
+from oneemb.storage.table.cold_file import ColdFile
 from oneemb.storage.table.compaction import Compactor
 from oneemb.storage.table.geometry import Geometry, make_geometry
 from oneemb.storage.table.live_rows import LiveRows
@@ -76,6 +87,8 @@ def main() -> None:
         "--puts", type=int, default=600, help="puts over all rows, alone and again with gets beside them"
     )
     parser.add_argument("--limit-mb", type=int, help="write and read rows with so much memory, and compare nothing")
+    parser.add_argument("--index-memory-mb", type=int, help="memory of the index; the rest of it is on the disk")
+    parser.add_argument("--index-sizes", type=int, nargs="+", help="numbers of keys of an index on the disk")
     parser.add_argument("--out", help="file of the results")
     parser.add_argument("--former", default=FORMER, help="file of earlier results")
     arguments = parser.parse_args()
@@ -86,7 +99,11 @@ def main() -> None:
     cases = []
     try:
         if arguments.limit_mb is not None:
-            print(json.dumps(limited(arguments.path, arguments.rows, arguments.limit_mb)))
+            print(json.dumps(limited(arguments.path, arguments.rows, arguments.limit_mb, _bytes(arguments))))
+            return
+        for keys in arguments.index_sizes or ():
+            print(json.dumps(index_on_disk(arguments.path, keys, _bytes(arguments))), flush=True)
+        if arguments.index_sizes:
             return
         for block in arguments.blocks:
             cases += measure(arguments, block)
@@ -97,13 +114,44 @@ def main() -> None:
     print(table(head, [line(case, former, arguments.peers) for case in cases]))
 
 
-def limited(path: str, rows: int, limit_mb: int) -> dict[str, float]:
+def _bytes(arguments: argparse.Namespace) -> int | None:
+    """`--index-memory-mb` in bytes."""
+    return None if arguments.index_memory_mb is None else arguments.index_memory_mb << 20
+
+
+def index_on_disk(path: str, keys: int, limit_bytes: int | None) -> dict[str, float]:
+    """Put so many keys into an index, and find some. Returns what that took."""
+    threads = Threads()
+    file = ColdFile(
+        LocalFileSystem(), path, open_reader("auto", LocalFileSystem(), path, BLOCK_BYTES, threads), threads
+    )
+    index, begun, table_N = ColdIndex(threads, file, limit_bytes or 1), time.process_time(), np.zeros(1 << 17, np.int32)
+    peak, before = 0, file.blocks_read
+    for begin in range(0, keys, len(table_N)):
+        id_N = np.arange(begin, min(begin + len(table_N), keys)) * 7919
+        index.put(table_N[: len(id_N)], id_N, id_N // 7919)
+        peak = max(peak, index.nbytes)
+    result = {
+        "keys": keys, "index_bytes_a_key": index.nbytes / keys, "peak_bytes_a_key": peak / keys,
+        "disk_bytes_a_key": file.disk_bytes / keys, "cpu_s_a_million_puts": (time.process_time() - begun) / keys * 1e6,
+        "bytes_read_a_put": (file.blocks_read - before) * BLOCK_BYTES / keys,
+    }  # fmt: skip
+    rng = np.random.default_rng(0)
+    for name, step in (("known", 7919), ("unknown", 7919 << 30)):
+        id_N, before = (rng.choice(keys, 50_000) + 1) * step - (7919 if step == 7919 else 0), file.blocks_read
+        assert ((index.find(table_N[:50_000], id_N) >= 0) == (step == 7919)).all()
+        result[f"blocks_read_for_a_{name}_key"] = (file.blocks_read - before) / 50_000
+    file.close()
+    return result
+
+
+def limited(path: str, rows: int, limit_mb: int, index_bytes: int | None) -> dict[str, float]:
     """Write rows and read a tenth of them with at most `limit_mb` MiB of memory. Returns what that took."""
     begun = time.perf_counter()
 
     def run(path: str, rows: int) -> dict[str, float]:
         rng = np.random.default_rng(0)
-        with PersistentTable.open(path, row_width=WIDTH, threads=Threads()) as table:
+        with PersistentTable.open(path, row_width=WIDTH, threads=Threads(), index_memory_bytes=index_bytes) as table:
             for begin in range(0, rows, PUT_ROWS):
                 id_N = np.arange(begin, min(begin + PUT_ROWS, rows)) * 7919
                 row_NW = np.broadcast_to((id_N % 9973)[:, None].astype(np.float32), (len(id_N), WIDTH))
@@ -116,7 +164,9 @@ def limited(path: str, rows: int, limit_mb: int) -> dict[str, float]:
                 assert np.array_equal(missing_U, id_U >= rows * 7919)
                 assert (out_UW[~missing_U] == (id_U[~missing_U] % 9973)[:, None]).all()
             stats = table.stats()
-            return {name: stats[name] for name in ("rows", "index_bytes", "memory_bytes", "disk_bytes")}
+            return {
+                name: stats[name] for name in ("rows", "index_bytes", "index_disk_bytes", "memory_bytes", "disk_bytes")
+            }
 
     run(f"{path}/small", PUT_ROWS)  # Compiles the loops.
     before = _status("VmData"), _status("VmRSS")
@@ -158,7 +208,7 @@ def measure(arguments: argparse.Namespace, block: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
     id_N = rng.permutation(arguments.rows).astype(np.int64) * 7919
     disk = RawDisk(arguments.path, block)
-    systems: dict[str, Any] = {"oneemb": Oneemb(arguments.path, block)}
+    systems: dict[str, Any] = {"oneemb": Oneemb(arguments.path, block, _bytes(arguments))}
     for name in arguments.peers:
         try:
             systems[name] = PEERS[name](arguments.path, arguments.rows)
@@ -203,6 +253,7 @@ def measure(arguments: argparse.Namespace, block: int) -> list[dict[str, Any]]:
         return {name: BATCHES_A_ROUND * BATCH / statistics.median(seconds) for name, seconds in spent.items()}
 
     for name, update in (("read", False), ("read-modify-append", True)):
+        blocks_before, got_before = (one.table.stats()[name] for name in ("index_blocks_read", "rows_got"))
         rounds = [batches() for _ in range(arguments.rounds + 1)]
         table_blocks = arguments.rows * WIDTH * 4 // block
         raw_rounds = [[disk.blocks(table_blocks) for _ in range(BATCHES_A_ROUND)] for _ in rounds]
@@ -217,6 +268,10 @@ def measure(arguments: argparse.Namespace, block: int) -> list[dict[str, Any]]:
         rates = rate(spent)
         of_raw = statistics.median(raw / ours for raw, ours in zip(spent["raw"], spent["oneemb"], strict=True))
         case(name, "rows/s", rates, rates["raw"], of_raw_by_round=of_raw)
+        if arguments.index_memory_mb is not None:
+            stats = one.table.stats()
+            blocks = (stats["index_blocks_read"] - blocks_before) / (stats["rows_got"] - got_before)
+            case(f"{name}, blocks of the index", "a row", {"oneemb": blocks}, None)
         if not update:
             again = [rounds[0]] * 4
             calls = {p: lambda n, s=system, r=again: [s.step(b, False) for b in r[n]] for p, system in systems.items()}
@@ -345,11 +400,11 @@ class RawDisk:
 
 
 class Oneemb:
-    def __init__(self, path: str, block: int, expected_rows: int = 0):
-        self.path, self.block = path, block
+    def __init__(self, path: str, block: int, index_bytes: int | None, expected_rows: int = 0):
+        self.path, self.block, self.index_bytes_max = path, block, index_bytes
         self.table = PersistentTable.open(
             f"{path}/oneemb-{block}", row_width=WIDTH, physical_block_size=block, threads=Threads(),
-            expected_rows=expected_rows,
+            expected_rows=expected_rows, index_memory_bytes=index_bytes,
         )  # fmt: skip
         self.out_UW = np.empty((BATCH, WIDTH), np.float32)
         self.table_U = np.zeros(BATCH, np.int32)
@@ -398,7 +453,7 @@ class Oneemb:
     def choices(self, chunks: int, rounds: int) -> list[float]:
         """Seconds of each choice of the next chunk to move, among so many full chunks that are half live."""
         geometry, files = make_geometry(WIDTH, self.block, 256 << 20), self.table._files
-        live = LiveRows(geometry, files, Threads())
+        live = LiveRows(geometry, files, partial(CompactIndex, Threads()))
         live._grow(chunks * geometry.blocks_per_chunk // geometry.blocks_per_extent)
         writer = RowWriter(live, files, Threads(), None)
         compactor = Compactor(files._fs, live, writer, self.table._store, self.table._store_lock, 2.0, None)
@@ -426,7 +481,7 @@ class Oneemb:
     def again(self, expected_rows: int) -> "Oneemb":
         """An empty table in place of this one, its loops compiled and loaded."""
         self.table.close()
-        other = Oneemb(self.path, self.block, expected_rows)
+        other = Oneemb(self.path, self.block, self.index_bytes_max, expected_rows)
         other.append(np.arange(BATCH))
         other.table.clear()
         return other

@@ -76,7 +76,7 @@ def _fits(table: Number, tables: Number) -> Number:
 
 
 @rule
-def _line_of(hash: Number, lines: Number) -> Number:
+def line_of(hash: Number, lines: Number) -> Number:
     """Number of a key's line in its shard."""
     y = (np.uint64(hash) << np.uint64(8)) >> np.uint64(32)
     return np.int64((y * np.uint64(lines)) >> np.uint64(32))
@@ -91,7 +91,7 @@ def turn_of(hash: Number) -> Number:
 @rule
 def line_address(shard_P4: Array, p: Number, hash: Number) -> Number:
     """Address of a key's line."""
-    line = _line_of(hash, shard_P4[p, 1])
+    line = line_of(hash, shard_P4[p, 1])
     return word_at(shard_P4[p, 0], line >> np.int64(6)) + ((line & np.int64(63)) << np.int64(6))
 
 

@@ -52,7 +52,7 @@ def _add_cell(cell_N2: Array, n: Number, id: Number, word: Number) -> Number:
 
 
 @rule
-def _least_hash(line: Number, lines: Number) -> Number:
+def least_hash(line: Number, lines: Number) -> Number:
     """The low 56 bits of the least hash of a line."""
     y = ((np.uint64(line) << np.uint64(32)) + np.uint64(lines) - np.uint64(1)) // np.uint64(lines)
     return np.int64(y << np.uint64(24))
@@ -95,13 +95,13 @@ def compact_move(
                 most = (np.uint64(n + LINES) << np.uint64(32)) // np.uint64(lines)
                 b = np.int64((most * np.uint64(new_lines)) >> np.uint64(38)) + np.int64(1)
                 zeroed = _zero(new_G4[g, 0], zeroed, min(b, new_lines >> np.int64(6)))
-            least = _least_hash(n, lines)
+            least = least_hash(n, lines)
             for k in range(taken_of(line)):
                 word = word_at(line, k)
                 table = (word >> low) & mask_of(tables)
                 begins = least
                 if word & (np.int64(1) << (bits - np.int64(1))):
-                    begins = _least_hash(n ^ turn_of(word), lines)
+                    begins = least_hash(n ^ turn_of(word), lines)
                 # The first hash from there on that ends with the bits of the cell.
                 hash = (p << np.int64(56)) | (begins + ((word - begins) & mask_of(low)))
                 to, place1 = line_address(new_G4, g, hash), place_at(line, k, bits)

@@ -199,6 +199,7 @@ class CachedSsdStoreOptions(StoreOptions, _Cached):
     cache_policy: CachePolicy = "lfu"
     max_space_amplification: float = 2.0
     expected_rows: int = 0
+    index_memory_mb: int | None = None
 
 
 @dataclass(frozen=True)
@@ -279,6 +280,7 @@ def make_cached_ssd_store_options(
     cache_policy: CachePolicy = "lfu",
     max_space_amplification: float = 2.0,
     expected_rows: int = 0,
+    index_memory_mb: int | None = None,
 ) -> CachedSsdStoreOptions:
     """Options of a store that keeps rows on an SSD, with a cache on the device and, if wanted, a second one in host
     memory.
@@ -293,12 +295,14 @@ def make_cached_ssd_store_options(
             of the rows, and two chunks more. A smaller factor takes less disk and moves rows more often.
         expected_rows: number of rows for which the table's index has room from the beginning, 13 bytes each; a table
             may hold more rows.
+        index_memory_mb: MiB of memory for the table's index; None = no limit, 12 to 16 bytes a row. Beyond the limit
+            the index lies on the SSD as well, with about 2 bytes a row in memory, and a row takes a second read.
 
     The other arguments and errors are those of `make_device_mem_store_options`.
     """
     return CachedSsdStoreOptions(
         cache_budget_mb, _paths(persistent_path), capacity, size_factor, storage_dim, physical_block_size,
-        host_cache_budget_mb, cache_policy, max_space_amplification, expected_rows,
+        host_cache_budget_mb, cache_policy, max_space_amplification, expected_rows, index_memory_mb,
     )  # fmt: skip
 
 
@@ -347,7 +351,7 @@ _TYPES = {
 }  # fmt: skip
 _FIELDS: dict[type, tuple[str, ...]] = {kind: tuple(field.name for field in fields(kind)) for kind in _TYPES.values()}
 # Fields that text of earlier releases lacks. With its default such a field is left out, so that text stays the same.
-_LATER = ("replicate", "max_space_amplification", "expected_rows")
+_LATER = ("replicate", "max_space_amplification", "expected_rows", "index_memory_mb")
 _PLAIN = (int, float, str, bool, type(None))
 
 
@@ -442,6 +446,8 @@ def _check_store(options: StoreOptions) -> None:
     if isinstance(options, CachedSsdStoreOptions):
         _check_int("host_cache_budget_mb", options.host_cache_budget_mb, 0)
         _check_int("expected_rows", options.expected_rows, 0)
+        if options.index_memory_mb is not None:
+            _check_int("index_memory_mb", options.index_memory_mb, 1)
         factor = options.max_space_amplification
         if isinstance(factor, bool) or not isinstance(factor, int | float):
             raise TypeError(f"max_space_amplification must be a number above 1, got {factor!r}")

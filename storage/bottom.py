@@ -91,6 +91,7 @@ class TableBottom:
             physical_block_size=self._plan.physical_block_size,
             max_space_amplification=self._plan.max_space_amplification,
             expected_rows=self._plan.expected_rows,
+            index_memory_bytes=self._plan.index_memory_bytes,
             threads=self._threads,
             mend=self._mend,
             holder=self._holder(),

@@ -15,6 +15,7 @@ changed nothing, and says how much was needed.
 """
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from oneemb.kernels.compact_index_move import compact_move
 from oneemb.kernels.hash_index import PLACE_BITS, PLACE_MAX
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import IndexMemoryError
-from oneemb.storage.fs import aligned_bytes
+from oneemb.storage.fs import aligned_bytes, free_pages
 from oneemb.storage.hash_index import PHASE_P, SHARDS, SHARE_MIN, HashIndex, check_tables, first_present, no_memory
 from oneemb.storage.locking.store_lock import changing
 
@@ -61,15 +62,22 @@ class BlockMemory:
 
     def __init__(self) -> None:
         self._pieces: list[np.ndarray] = []
-        self._free_B = np.empty(0, np.int64)
-        self.nbytes = 0
-        """Bytes of all blocks, free ones included."""
+        # Free blocks, and free blocks whose pages the system has.
+        self._free_B = self._bare_B = np.empty(0, np.int64)
+        self._mapped_bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks, free ones included whose pages the system does not have."""
+        return self._mapped_bytes - len(self._bare_B) * BLOCK_BYTES
 
     def take(self, blocks: int) -> np.ndarray:
         """Addresses of blocks, whose contents are undefined: int64 [blocks]. MemoryError if the system gives none."""
+        if blocks > len(self._free_B) and len(self._bare_B):
+            self._free_B, self._bare_B = np.concatenate([self._bare_B, self._free_B]), np.empty(0, np.int64)
         more = blocks - len(self._free_B)
         if more > 0:
-            size = max(more * BLOCK_BYTES, _PIECE_BYTES, self.nbytes >> 5)
+            size = max(more * BLOCK_BYTES, _PIECE_BYTES, self._mapped_bytes >> 5)
             size = -(-size // _HUGE_PAGE) * _HUGE_PAGE if size >= _HUGE_PAGE else -(-size // BLOCK_BYTES) * BLOCK_BYTES
             try:
                 piece = aligned_bytes(size + (_HUGE_PAGE if size >= _HUGE_PAGE else 0))
@@ -80,7 +88,7 @@ class BlockMemory:
             # Free blocks of earlier pieces are taken first.
             free_B = np.concatenate([np.arange(begin + size - BLOCK_BYTES, begin - 1, -BLOCK_BYTES), self._free_B])
             self._pieces.append(piece)
-            self._free_B, self.nbytes = free_B, self.nbytes + size
+            self._free_B, self._mapped_bytes = free_B, self._mapped_bytes + size
         taken_B = self._free_B[len(self._free_B) - blocks :].copy()
         self._free_B = self._free_B[: len(self._free_B) - blocks]
         return taken_B
@@ -88,6 +96,21 @@ class BlockMemory:
     def give(self, address_B: np.ndarray) -> None:
         """Give blocks back."""
         self._free_B = np.concatenate([self._free_B, address_B])
+
+    def trim(self, keep: int) -> None:
+        """Give the pages of all free blocks but `keep` to the system."""
+        bare_B = np.sort(self._free_B[: max(0, len(self._free_B) - keep)])
+        if len(bare_B):
+            first_N = np.flatnonzero(np.diff(bare_B, prepend=-1) != BLOCK_BYTES)
+            bare, free = np.concatenate([self._bare_B, bare_B]), self._free_B[len(bare_B) :].copy()
+            for first, end in zip(first_N.tolist(), [*first_N[1:].tolist(), len(bare_B)], strict=True):
+                free_pages(int(bare_B[first]), (end - first) * BLOCK_BYTES)
+            self._bare_B, self._free_B = bare, free
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of the blocks that are in use."""
+        return self.nbytes - len(self._free_B) * BLOCK_BYTES
 
 
 class CompactIndex:
@@ -102,11 +125,11 @@ class CompactIndex:
         self._threads = threads
         self._memory = BlockMemory()
         self._spill = HashIndex(threads, growth=2.2)
-        # The block of shards without lines: every key is in the spill.
+        # The block of shards without lines, and each block whose bytes are elsewhere: every key is in the spill.
         self._no_block = np.zeros(2 * BLOCK_BYTES // 8, np.int64)
         address = self._no_block.ctypes.data
         skip = -address % BLOCK_BYTES // 8
-        self._no_block[skip + 7] = SPILLED
+        self._no_block[skip + 7 : skip + BLOCK_BYTES // 8 : 8] = SPILLED
         self._no_lines = np.array([address + 8 * skip])
         self._block_PB = [self._no_lines] * SHARDS
         self._shard_P4 = np.zeros((SHARDS, 4), np.int64)
@@ -158,16 +181,21 @@ class CompactIndex:
         old_U, cell_U2 = self._put(table_U, id_U, place_U, np.empty(0, np.int64))
         return first_present(old_U, cell_U2)
 
+    def put_in_room(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
+        """`put` of keys that are present or have room: no shard grows."""
+        self._put(table_U, id_U, place_U, np.empty(0, np.int64), grow=None)
+
     def _put(
-        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, order_U: np.ndarray, grow: bool = True
+        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, order_U: np.ndarray, grow: bool | None = True
     ) -> tuple[np.ndarray, np.ndarray]:
-        """See `HashIndex._put`."""
+        """See `HashIndex._put`. grow: None = there is room."""
         assert len(place_U) == 0 or 0 <= place_U.min() <= place_U.max() <= PLACE_MAX
         check_tables(table_U)
         self._see_tables(table_U)
         begin_P1, cell_U2 = self._spill.in_shards(table_U, id_U, place_U, order_U)
         try:
-            self.grow(self._size_P + np.diff(begin_P1))
+            if grow is not None:
+                self.grow(self._size_P + np.diff(begin_P1))
         except IndexMemoryError:
             new = np.flatnonzero(self.find(table_U, id_U) < 0)
             if grow or not self.has_room(self._size_P + self.key_counts(table_U[new], id_U[new])):
@@ -232,25 +260,39 @@ class CompactIndex:
         fits_P = np.where(self._limit_P > 0, need_P <= self._limit_P, need_P <= _SMALL)
         return bool(fits_P.all()) and self._spill.has_room(self._spill_need(need_P))
 
-    def grow(self, need_P: np.ndarray) -> None:
-        """Make room in each shard p for need_P[p] keys, present keys included."""
-        small_P = self._limit_P == 0
-        # Cells of the spill share memory, so that it is freed if many shards leave it in one call.
-        small = _SMALL // 2 if np.any(small_P & (need_P > _SMALL)) else _SMALL
-        shard_G = np.flatnonzero(need_P > np.where(small_P, small, self._limit_P))
-        if len(shard_G):
-            old_G, phase_G = self._shard_P4[shard_G, 1] // LINES, PHASE_P[shard_G]
-            more_G = np.where(old_G > 0, old_G * (_GROWTH + _GROWTH_MORE * phase_G), 0)
-            room_G = need_P[shard_G] * (1 + _ROOM_MORE * phase_G) / _BLOCK_KEYS
-            blocks_G = np.ceil(np.maximum(more_G, np.where(old_G > 0, need_P[shard_G] / _BLOCK_KEYS, room_G)))
-            # A few at a time: the old blocks of some serve the next ones.
-            for begin in range(0, len(shard_G), _GROWN):
-                g = slice(begin, begin + _GROWN)
-                self._rebuild(shard_G[g], blocks_G[g].astype(np.int64))
+    def grow(self, need_P: np.ndarray, *, tight: bool = False) -> None:
+        """Make room in each shard p for need_P[p] keys, present keys included. tight: whether a shard that grows gets
+        little more room than that."""
+        shard_G, blocks_G = self._growing(need_P, tight)
+        # A few at a time: the old blocks of some serve the next ones.
+        for begin in range(0, len(shard_G), _GROWN):
+            g = slice(begin, begin + _GROWN)
+            self._rebuild(shard_G[g], blocks_G[g])
         try:
             self._spill.grow(self._spill_need(need_P))
         except IndexMemoryError as error:
             raise self._error(len(self._spill) * 16) from error
+
+    def bytes_with(self, need_P: np.ndarray) -> int:
+        """Bytes of the cells in use while `grow` makes this room; approximate."""
+        shard_G, blocks_G = self._growing(need_P, False)
+        old_G = self._shard_P4[shard_G, 1] // LINES
+        beside = int(np.sort(old_G)[-_GROWN:].sum())
+        return self._memory.taken_bytes + self._spill.nbytes + (int((blocks_G - old_G).sum()) + beside) * BLOCK_BYTES
+
+    def _growing(self, need_P: np.ndarray, tight: bool) -> tuple[np.ndarray, np.ndarray]:
+        """The shards that `grow` gives new blocks, and the number of their blocks."""
+        small_P = self._limit_P == 0
+        # Cells of the spill share memory, so that it is freed if many shards leave it in one call.
+        small = _SMALL // 2 if np.any(small_P & (need_P > _SMALL)) else _SMALL
+        shard_G = np.flatnonzero(need_P > np.where(small_P, small, self._limit_P))
+        if len(shard_G) == 0:
+            return shard_G, shard_G
+        old_G, phase_G = self._shard_P4[shard_G, 1] // LINES, PHASE_P[shard_G]
+        new_G = (old_G == 0) | tight
+        more_G = np.where(new_G, 0, old_G * (_GROWTH + _GROWTH_MORE * phase_G))
+        room_G = need_P[shard_G] * np.where(new_G, 1 + _ROOM_MORE * phase_G, 1) / _BLOCK_KEYS
+        return shard_G, np.ceil(np.maximum(more_G, room_G)).astype(np.int64)
 
     def _spill_need(self, need_P: np.ndarray) -> np.ndarray:
         """Number of keys for which each shard of the spill needs room."""
@@ -318,6 +360,60 @@ class CompactIndex:
                 self._spill.shrink(shard_G)
             except MemoryError:
                 pass  # The spill keeps cells that no key needs.
+
+    @property
+    def shards(self) -> np.ndarray:
+        """The shards, as loops take them."""
+        return self._shard_P4
+
+    @property
+    def absent(self) -> int:
+        """Address of a block in which no key is found."""
+        return int(self._no_lines[0])
+
+    def blocks_of(self, p: int) -> np.ndarray:
+        """Addresses of the blocks of shard p."""
+        return self._block_PB[p] if self._limit_P[p] else np.empty(0, np.int64)
+
+    def take_away(self, p: int) -> None:
+        """Free the blocks of shard p, whose bytes the caller has copied. Until `give_back` the shard must not change,
+        and of its keys only those in the spill are found, or those in blocks that a caller has read: it may write the
+        address of a block to the shard's addresses, for one call."""
+        absent_B = np.full(len(self._block_PB[p]), self._no_lines[0])
+        self._memory.give(self._block_PB[p])
+        self._block_PB[p], self._shard_P4[p, 0] = absent_B, absent_B.ctypes.data
+
+    def memory_for(self, p: int) -> np.ndarray:
+        """Addresses of as many new blocks as shard p has, to copy its bytes to: for `give_back` or `free`."""
+        blocks = len(self._block_PB[p])
+        try:
+            return self._memory.take(blocks)
+        except MemoryError as error:
+            raise self._error(blocks * BLOCK_BYTES) from error
+
+    def give_back(self, p: int, block_B: np.ndarray) -> None:
+        """Let shard p, whose blocks were taken away, have these."""
+        self._block_PB[p], self._shard_P4[p, 0] = block_B, block_B.ctypes.data
+
+    def free(self, block_B: np.ndarray) -> None:
+        """Free blocks of `memory_for`."""
+        self._memory.give(block_B)
+
+    def trim(self, keep: int) -> None:
+        """Give the pages of all free blocks but `keep` to the system."""
+        self._memory.trim(keep)
+
+    def loading(self, keys: int) -> Iterator[int]:
+        """See `ColdIndex.loading`: one pass."""
+        self.reserve(keys)
+        yield 0
+
+    def need_room(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """Numbers of the keys for which a `put` needs room: int64 [N]."""
+        return np.flatnonzero(self.find(table_U, id_U) < 0)
+
+    def release(self) -> None:
+        """Nothing: memory is freed with the object."""
 
     def _error(self, more_bytes: int) -> IndexMemoryError:
         return no_memory(len(self), self.nbytes, more_bytes)

@@ -8,6 +8,7 @@ Invariants, for every implementation:
 Failures are OSError. `storage_error` turns one into the error that users see.
 """
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -310,6 +311,12 @@ def aligned_bytes(size: int) -> np.ndarray:
         except OSError:
             pass  # A system without huge pages.
     return np.frombuffer(memory, np.uint8)[:size]
+
+
+def free_pages(address: int, size: int) -> None:
+    """Give whole pages of memory of `aligned_bytes` to the system, if it takes them; the bytes are undefined then."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 def read_file(fs: FileSystem, path: str) -> bytes | None:

@@ -138,17 +138,22 @@ class HashIndex:
         old_U, cell_U2 = self._put(table_U, id_U, place_U, np.empty(0, np.int64))
         return first_present(old_U, cell_U2)
 
+    def put_in_room(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> np.ndarray:
+        """`put` of keys that are present or have room: no shard grows."""
+        return self._put(table_U, id_U, place_U, np.empty(len(id_U), np.int64), grow=None)[0]
+
     def _put(
-        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, order_U: np.ndarray, grow: bool = True
+        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, order_U: np.ndarray, grow: bool | None = True
     ) -> tuple[np.ndarray, np.ndarray]:
         """Set the place of each key. Returns the former places, int64 [U], and the cells that were written, int64 [U,
         2], shard by shard. The places are in the order of the keys if `order_U` is int64 [U], in the order of the cells
-        if it is empty."""
+        if it is empty. grow: None = there is room."""
         assert len(place_U) == 0 or 0 <= place_U.min() <= place_U.max() <= PLACE_MAX
         check_tables(table_U)
         begin_P1, cell_U2 = self.in_shards(table_U, id_U, place_U, order_U)
         try:
-            self.grow(self._size_P + np.diff(begin_P1))
+            if grow is not None:
+                self.grow(self._size_P + np.diff(begin_P1))
         except IndexMemoryError:
             # Present keys need no room. Each shard must keep an empty cell, or a search would never end.
             new = np.flatnonzero(self.find(table_U, id_U) < 0)
@@ -189,6 +194,13 @@ class HashIndex:
             share_min=1 + shards * SHARE_MIN // (len(id_U) + 1),
         )  # fmt: skip
         return old_U
+
+    def items_of(self, p: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The keys of shard p with their places: table_N int32, id_N int64, place_N int64."""
+        size = int(self._size_P[p])
+        table_N, id_N, place_N = np.empty(size, np.int32), np.empty(size, np.int64), np.empty(size, np.int64)
+        cells_items(self._address_P[p : p + 1], self._cells_P[p : p + 1], 0, 0, table_N, id_N, place_N)
+        return table_N, id_N, place_N
 
     def items(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yield all keys with places, in batches (table_N int32, id_N int64, place_N int64). The index must not change

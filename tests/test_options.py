@@ -16,6 +16,7 @@ import oneemb
 from oneemb.embeddings.embedding_arguments import state_width_of, store_plan
 from oneemb.graph.one_rank import ALONE
 from oneemb.options import from_json, to_json
+from oneemb.storage import cold_index
 from oneemb.storage.rows.initializers import normal_cdf
 from oneemb.storage.table.persistent_table import PersistentTable
 
@@ -306,6 +307,8 @@ def test_text_that_is_not_json_is_refused():
         ({"max_space_amplification": "2"}, TypeError, "must be a number above 1, got '2'"),
         ({"expected_rows": -1}, ValueError, "expected_rows must be at least 0, got -1"),
         ({"expected_rows": 1.5}, TypeError, "expected_rows must be an int, got 1.5"),
+        ({"index_memory_mb": 0}, ValueError, "index_memory_mb must be at least 1, got 0"),
+        ({"index_memory_mb": 1.5}, TypeError, "index_memory_mb must be an int, got 1.5"),
     ],
 )
 def test_options_of_the_table_on_the_ssd_are_checked(wrong, error, words):
@@ -336,6 +339,28 @@ def test_the_disk_stays_within_the_factor_that_was_asked_for(tmp_path, monkeypat
     assert used[1.2] < used[3.0] / 2, used
 
 
+def test_the_index_of_the_table_on_the_ssd_stays_within_its_memory(tmp_path, monkeypatch):
+    """With less memory than the index needs, a part of it is on the disk, and each row is the same."""
+    monkeypatch.setattr(cold_index, "_READ_BLOCKS", 64)
+    rows = {}
+    for limit in (None, 1):
+        folder = tmp_path / str(limit)
+        options = oneemb.make_cached_ssd_store_options(1, folder, index_memory_mb=limit)
+        embedding = oneemb.MultiTableEmbedding("e", 4, torch.float32, torch.int64, [oneemb.make_table()], options)
+        optimizer = oneemb.Optimizer(torch.optim.SGD([embedding.weight], lr=1.0), [embedding])
+        for ids in torch.randperm(200_000, generator=torch.Generator().manual_seed(0)).split(10_000):
+            (embedding(ids) * ids[:, None]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            rows[limit] = torch.cat([embedding(ids) for ids in torch.arange(200_000).split(10_000)])
+        assert (folder / "index.cold").exists() == (limit is not None)
+        embedding.clear()
+        embedding.close()
+        assert not (folder / "index.cold").exists()
+    assert torch.equal(rows[None], rows[1])
+
+
 def test_minus_one_is_no_storage_dim(tmp_path):
     """As in OneEmbedding, whose default it is: the optimizer says how wide a row is."""
     given = oneemb.make_device_mem_store_options(str(tmp_path), size_factor=2, storage_dim=-1)
@@ -348,7 +373,7 @@ def test_minus_one_is_no_storage_dim(tmp_path):
 OTHER = {
     "cache_budget_mb": 32, "persistent_path": ("/other",), "capacity": 10, "size_factor": 3, "storage_dim": 40,
     "physical_block_size": 512, "host_cache_budget_mb": 16, "cache_policy": "lru", "url": "memory://other",
-    "max_space_amplification": 1.3, "expected_rows": 1000,
+    "max_space_amplification": 1.3, "expected_rows": 1000, "index_memory_mb": 100,
 }  # fmt: skip
 OF_ONEFLOW = {
     "device": ["persistent_path", "capacity", "size_factor", "storage_dim", "physical_block_size"],

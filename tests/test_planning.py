@@ -244,6 +244,16 @@ def test_the_memory_of_a_plan_is_what_tiers_hold(tmp_path):
         embedding.close()
 
 
+def test_an_index_that_is_on_the_disk_takes_its_limit_or_two_bytes_a_key():
+    job = {"rows": 10**8, "embedding_dim": 64, "batch": 4096, "cache_mb": 100, "hit_rate": 0.5}
+    whole, half, least = (oneemb.plan(**job, index_memory_mb=limit) for limit in (4096, 1024, 10))
+    sizes = [plan.memory_bytes["index of the table on disk"] for plan in (whole, half, least)]
+    assert sizes == [15 * 10**8, 1024 * 2**20, 17 * 10**7]
+    assert "15 bytes a key\n" in str(whole) and str(whole) == str(oneemb.plan(**job))
+    assert "10.7 bytes a key, 52% of keys on the SSD" in str(half) and "1.7 bytes a key, 100% of keys" in str(least)
+    assert whole.parts_ms["disk"] < half.parts_ms["disk"] < least.parts_ms["disk"]
+
+
 def test_the_state_of_a_row_is_the_optimizers():
     def words(optimizer):
         return oneemb.PlannedEmbedding(rows=1, embedding_dim=10, optimizer=optimizer).row_words
@@ -294,6 +304,7 @@ def test_what_is_out_of_range_is_refused_in_words():
         ({"comm_dtype": "float64"}, "comm_dtype must be one of float32, float16, bfloat16, got 'float64'"),
         ({"cache_mb": 64}, "a cache needs its hit_rate"),
         ({"hit_rate": 0.5}, "give cache_mb too"),
+        ({"index_memory_mb": 5}, "index_memory_mb must be left out without cache_mb"),
         ({"cache_mb": 1, "hit_rate": 0.5, "batch": 10**6}, "cache_mb must hold the 5,000,000 rows of a step"),
         ({"ranks": 2, "ranks_per_machine": 4}, "ranks_per_machine must be at most ranks, 2, got 4"),
         ({"batch": 2.5}, "batch must be a whole number"),

@@ -27,6 +27,7 @@ from oneemb.cli.output import FOLDER, json_option, size_text, table_lines, tell
 @click.option("--ranks-per-machine", type=int, help="All, if it is not given.")
 @click.option("--cache-mb", type=int, help="MiB of a rank's cache over rows on an SSD; without it all are in memory.")
 @click.option("--hit-rate", type=float, help="Share of unique ids that the cache holds; needed with --cache-mb.")
+@click.option("--index-memory-mb", type=int, help="MiB of a rank for the index of rows on an SSD; else no limit.")
 @click.option("--block", "physical_block_size", type=int, default=4096, show_default=True, help="Bytes: 512 or 4096.")
 @click.option("--dense-parameters", type=int, default=0, help="Values of the dense modules.")
 @click.option("--dense-ms", type=float, default=0.0, help="Their forward and backward, ms.")

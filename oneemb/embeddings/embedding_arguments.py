@@ -299,6 +299,8 @@ def store_plan(name: str, options: StoreOptions, tables: Sequence[TableOptions],
             policy = options.cache_policy
             of_table["max_space_amplification"] = float(options.max_space_amplification)
             of_table["expected_rows"] = options.expected_rows
+            if options.index_memory_mb is not None:
+                of_table["index_memory_bytes"] = options.index_memory_mb * 2**20
         case CachedRemoteStoreOptions():
             cache_bytes, host_bytes, policy = options.cache_budget_mb * 2**20, 0, options.cache_policy
             check_installed(options.url)

@@ -17,10 +17,8 @@ from oneemb.graph.shown import html_of_text
 from oneemb.planning.machine import Machine, StepCost
 from oneemb.planning.planned_embedding import PlannedEmbedding, check_count
 
-# Bytes of a key in the index of a tier, and in the index of a persistent table; see storage/hash_index.py and
-# storage/compact_index.py.
-_INDEX_BYTES, _TABLE_INDEX_BYTES = 24, 15
-_A_KEY = {"index": f"{_INDEX_BYTES} bytes a key", "index of the table on disk": f"{_TABLE_INDEX_BYTES} bytes a key"}
+# Bytes of a key in the index of a tier; see storage/hash_index.py.
+_INDEX_BYTES = 24
 # Bytes for each row besides its words, in a tier that holds all rows.
 _MARK_BYTES = 1
 # Bytes for each slot of a cache besides the row's words, see storage/tiers/hot_tier.py.
@@ -97,13 +95,27 @@ class Plan:
                 _size(total),
                 f"of {_size(self.machine.memory_gib * 2**30 / self.ranks_per_machine)} there is",
             ),
-            *((f"  {name}", _size(size), _A_KEY.get(name, "")) for name, size in self.memory_bytes.items()),
+            *((f"  {name}", _size(size), self._a_key(name)) for name, size in self.memory_bytes.items()),
         ]
         if self.disk_reads_per_s:
             rows.append(("reads from disk", f"{self.disk_reads_per_s:,.0f}/s", "a rank"))
         first, second = (max(len(row[c]) for row in rows) for c in (0, 1))
         lines = [f"{name:{first}}  {value:>{second}}  {more}".rstrip() for name, value, more in rows]
         return "\n".join([*lines, f"binds: {self.binds}", *(f"- {one}" for one in self.advice)])
+
+    def _a_key(self, name: str) -> str:
+        """Text of the bytes a key of an index."""
+        if name == "index":
+            return f"{_INDEX_BYTES} bytes a key"
+        if name != "index of the table on disk":
+            return ""
+        texts = []
+        for one in self.embeddings:
+            rows = -(-one.rows // self.ranks)
+            size, on_disk = one.index_bytes(rows)
+            if one.cache_mb is not None:
+                texts.append(f"{size / rows:.3g} bytes a key{f', {on_disk:.0%} of keys on the SSD' if on_disk else ''}")
+        return "; ".join(dict.fromkeys(texts))
 
     def _sent_text(self) -> str:
         if not self.bytes_sent:
@@ -188,7 +200,7 @@ class _Job:
         parts = self._parts(messages)
         hidden = sum(one.ms for one in messages if one.ahead)
         step_ms = max(sum(parts.values()), hidden)
-        reads = sum(self._misses(one) for one in self.embeddings) / step_ms * 1e3
+        reads = sum(self._misses(one) + self._index_reads(one) for one in self.embeddings) / step_ms * 1e3
         binds, advice = self._judge(parts, memory)
         return Plan(
             self.ranks, self.per_machine, self.batch, self.embeddings, self.machine, tuple(messages),
@@ -287,6 +299,10 @@ class _Job:
             parts["disk"] = max(0.0, self._disk_ms() - sum(parts.values()))
         return {name: ms for name, ms in parts.items() if ms > 0}
 
+    def _index_reads(self, one: PlannedEmbedding) -> float:
+        """Number of blocks of the index that a step reads from the disk."""
+        return self._misses(one) * one.index_bytes(-(-one.rows // self.ranks))[1]
+
     def _fresh_bytes(self, one: PlannedEmbedding) -> int:
         """Bytes of a lookup's result and gradient if they get new memory pages in each step, else 0."""
         size = self.batch * one.rows_given * one.embedding_dim * one.weight_bytes
@@ -299,7 +315,9 @@ class _Job:
             misses = self._misses(one) * self.per_machine
             row_bytes = one.row_words * 4
             block = -(-row_bytes // one.physical_block_size) * one.physical_block_size
-            read_s = max(misses / figures.disk_reads_per_s, misses * block / figures.disk_gb_s / 1e9)
+            index_reads = self._index_reads(one) * self.per_machine
+            read_bytes = misses * block + index_reads * 4096
+            read_s = max((misses + index_reads) / figures.disk_reads_per_s, read_bytes / figures.disk_gb_s / 1e9)
             total += read_s + misses * row_bytes / figures.disk_gb_s / 1e9
         return total * 1e3
 
@@ -322,7 +340,7 @@ class _Job:
                         " memory, or a smaller batch"
                     )
                 held["cache"] += min(one.cache_mb * 2**20, rows * (row_bytes + _SLOT_OVERHEAD_BYTES))
-                held["index of the table on disk"] += rows * _TABLE_INDEX_BYTES
+                held["index of the table on disk"] += one.index_bytes(rows)[0]
             # Ids, results of lookups and their gradients; with ranks, also keys, rows and gradients in messages.
             given = self.batch * one.rows_given
             held["a step"] += self.batch * one.ids * 8 + given * 2 * one.embedding_dim * one.weight_bytes

@@ -11,6 +11,9 @@ from oneemb import optim
 from oneemb.embeddings.rank_traffic import KeyCounts, PartCounts
 from oneemb.graph.row_optimizers import SUPPORTED, row_optimizer_of
 
+# Bytes of memory of a key in the index of a persistent table, and of a key whose cell is on the disk; see
+# storage/compact_index.py and storage/cold_index.py.
+_KEY_BYTES, _COLD_KEY_BYTES = 15, 1.7
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -32,6 +35,7 @@ class PlannedEmbedding:
         cache_mb: MiB of each rank's cache over rows on an SSD; None = all rows are in memory.
         hit_rate: share of a step's unique keys that the cache holds, from 0 to 1. Required with cache_mb.
         physical_block_size: bytes of the disk's block, 512 or 4096.
+        index_memory_mb: MiB of memory of a rank for the index of rows on an SSD; None = no limit. Only with cache_mb.
         comm_dtype: dtype in which rows and gradients travel between ranks, by name, same as for `MultiTableEmbedding`.
 
     Raises:
@@ -49,6 +53,7 @@ class PlannedEmbedding:
     hit_rate: float | None = None
     physical_block_size: int = 4096
     comm_dtype: str = "float32"
+    index_memory_mb: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("rows", "embedding_dim", "ids"):
@@ -75,7 +80,20 @@ class PlannedEmbedding:
                     " in a short run, or with benchmarks/bench_cache_policy.py"
                 )
             check_share("hit_rate", self.hit_rate)
+        if self.index_memory_mb is not None:
+            check_count("index_memory_mb", self.index_memory_mb)
+            if self.cache_mb is None:
+                raise ValueError("index_memory_mb must be left out without cache_mb: it is of rows on an SSD")
         self.state_width  # noqa: B018  # raises if the optimizer is not supported
+
+    def index_bytes(self, rows: int) -> tuple[int, float]:
+        """Bytes of memory of the index of a rank's rows on an SSD, and the share of keys that are on the SSD alone."""
+        if self.index_memory_mb is None or rows * _KEY_BYTES * 4 <= self.index_memory_mb * 2**20 * 3:
+            return rows * _KEY_BYTES, 0.0
+        limit = self.index_memory_mb * 2**20
+        # A quarter of the limit is for keys that were written lately; see storage/cold_index.py.
+        in_memory = max(0.0, (limit * 3 / 4 - rows * _COLD_KEY_BYTES) / (_KEY_BYTES - _COLD_KEY_BYTES))
+        return max(limit, round(rows * _COLD_KEY_BYTES)), 1 - in_memory / rows
 
     @property
     def weight_bytes(self) -> int:

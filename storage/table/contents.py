@@ -3,18 +3,21 @@
 Nothing here is thread-safe: `PersistentTable` holds its lock when it calls a method.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
 
 from oneemb.kernels.threads import Threads
+from oneemb.storage.cold_index import ColdIndex
+from oneemb.storage.compact_index import CompactIndex
 from oneemb.storage.fs import FileSystem
 from oneemb.storage.locking.store_lock import StoreLock
 from oneemb.storage.row_store import Places
 from oneemb.storage.table.chunk_files import chunk_paths
 from oneemb.storage.table.chunk_scan import live_rows, read_keys
+from oneemb.storage.table.cold_file import ColdFile
 from oneemb.storage.table.compaction import Background, Compactor
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.live_rows import LiveRows
@@ -28,6 +31,7 @@ class Contents:
     """Current rows of a table, empty at first: the index (`live`), the writer and the compactor.
 
     Args:
+        indexes: the result of `index_maker`.
         background: if True, write and compact in background threads; if False, in the calls themselves.
         expected_rows: number of rows for which the index of an empty table has room.
     """
@@ -38,10 +42,12 @@ class Contents:
 
     def __init__(
         self, fs: FileSystem, store: SnapshotStore, geometry: Geometry, threads: Threads, store_lock: StoreLock,
-        max_space_amplification: float, background: bool, expected_rows: int,
+        indexes: tuple[Callable[[int], CompactIndex | ColdIndex], ColdFile | None], max_space_amplification: float,
+        background: bool, expected_rows: int,
     ):  # fmt: skip
         self._fs, self._store, self._files = fs, store, store.chunk_files
         self._threads, self._store_lock = threads, store_lock
+        self._make_index, self._cold_file = indexes
         self._max_space_amplification, self._expected_rows = max_space_amplification, expected_rows
         self.compactions = Background("compaction") if background else None
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="oneemb-write") if background else None
@@ -49,12 +55,23 @@ class Contents:
         self._files.remover = ThreadPoolExecutor(1, thread_name_prefix="oneemb-remove") if background else None
         self._files.syncer = ThreadPoolExecutor(1, thread_name_prefix="oneemb-fsync") if background else None
         self._rows_moved = 0
-        self._use(LiveRows(geometry, self._files, threads, expected_rows, self.index_thread))
+        self._use(LiveRows(geometry, self._files, self._make_index, expected_rows, self.index_thread))
 
     @property
     def rows_moved(self) -> int:
         """Number of rows that compactions have moved since the table was opened."""
         return self._rows_moved + self.compactor.done.rows_moved
+
+    def index_stats(self) -> dict[str, int]:
+        """Bytes of memory of the rows' index, and with bits and checksums; bytes of the index on disk, and the number
+        of its blocks that were read."""
+        file = self._cold_file
+        return {
+            "memory_bytes": self.live.nbytes,
+            "index_bytes": self.live.index.nbytes,
+            "index_disk_bytes": file.disk_bytes if file is not None else 0,
+            "index_blocks_read": file.blocks_read if file is not None else 0,
+        }
 
     @contextmanager
     def no_compaction(self) -> Iterator[None]:
@@ -72,7 +89,9 @@ class Contents:
 
     def clear(self) -> None:
         """Replace the rows by an empty set of rows. No compaction may be running."""
-        self.replace(LiveRows(self.live.geometry, self._files, self._threads, self._expected_rows, self.index_thread))
+        self.replace(
+            LiveRows(self.live.geometry, self._files, self._make_index, self._expected_rows, self.index_thread)
+        )
 
     def replace(self, live: LiveRows) -> None:
         """Replace the present rows by these rows, and release the old chunks. No compaction may be running."""
@@ -90,7 +109,9 @@ class Contents:
         old = self.live
         old.drop_index()
         try:
-            live = load_live_rows(self._fs, self._store.files, self._files, records, self._threads, self.index_thread)
+            live = load_live_rows(
+                self._fs, self._store.files, self._files, records, self._make_index, self.index_thread
+            )
         except BaseException as error:
             try:
                 load_index(self._fs, self._files, old)
@@ -164,6 +185,8 @@ class Contents:
         self._end(cancel=False)
         self.live.release()
         self._files.close()
+        if self._cold_file is not None:
+            self._cold_file.close()
 
     def abandon(self) -> None:
         """End the threads of a broken table. Chunk files stay, since the state of the table is unknown; the next open
@@ -171,6 +194,8 @@ class Contents:
         self.compactor.stop_soon()
         self._end(cancel=True)  # Waits for a write in progress, so that its file is not closed meanwhile.
         self._files.close()
+        if self._cold_file is not None:
+            self._cold_file.close()
 
     def _end(self, *, cancel: bool) -> None:
         remover, self._files.remover = self._files.remover, None  # What is removed from now on is removed at once.

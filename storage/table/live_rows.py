@@ -16,14 +16,14 @@ Invariants, between calls:
 - the index has room for every noted key, so `put_pending` allocates no memory for keys.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 
 import numpy as np
 
 from oneemb.kernels.row_blocks import bits_clear, bits_set
-from oneemb.kernels.threads import Threads
+from oneemb.storage.cold_index import ColdIndex
 from oneemb.storage.compact_index import CompactIndex
 from oneemb.storage.locking.store_lock import changing
 from oneemb.storage.table.chunk_files import ChunkFile, ChunkFiles
@@ -41,15 +41,18 @@ class LiveRows:
 
     Args:
         files: the chunk files, which are held and released here. All chunks have the same geometry.
+        make_index: makes an empty index with room for a number of keys.
         expected: number of keys for which the index has room at first.
         beside: thread that puts noted keys into the index; None = the caller's thread does.
     """
 
     def __init__(
-        self, geometry: Geometry, files: ChunkFiles, threads: Threads, expected: int = 0, beside: Executor | None = None
+        self, geometry: Geometry, files: ChunkFiles, make_index: Callable[[int], CompactIndex | ColdIndex],
+        expected: int = 0, beside: Executor | None = None,
     ):  # fmt: skip
         self.geometry = geometry
-        self.index = CompactIndex(threads, expected)
+        self._make_index = make_index
+        self.index = make_index(expected)
         self.first_E = np.empty(0, np.int64)
         """For each extent, the first extent of its chunk; -1 for a free extent, `_READ` for one that a `get` reads."""
         self.live_E = np.empty(0, np.int64)
@@ -60,7 +63,7 @@ class LiveRows:
         self._chunk: dict[int, ChunkFile] = {}  # by first extent
         self._extents: dict[ChunkFile, slice] = {}
         self._read: dict[ChunkFile, slice] = {}  # Extents of removed chunks that a `get` still reads.
-        self._files, self._threads, self._beside = files, threads, beside
+        self._files, self._beside = files, beside
         self._pending = PendingKeys(self.index, beside)
 
     @property
@@ -164,8 +167,8 @@ class LiveRows:
         try:
             self.index.reserve_keys(table_U, id_U)
         except MemoryError:
-            new = np.flatnonzero(self.index.find(table_U, id_U) < 0)
-            self.index.reserve_keys(table_U[new], id_U[new])
+            need = self.index.need_room(table_U, id_U)
+            self.index.reserve_keys(table_U[need], id_U[need])
         return False
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
@@ -195,19 +198,24 @@ class LiveRows:
 
     def drop_index(self) -> None:
         """Free the index. The caller puts the keys of all live rows, whose bits stay, into the new one."""
-        self.index = type(self.index)(self._threads)
+        self.index.release()
+        self.index = self._make_index(0)
         self._pending = PendingKeys(self.index, self._beside)
 
     def load(
         self, chunk: ChunkFile, table_N: np.ndarray, id_N: np.ndarray, row_N: np.ndarray
     ) -> tuple[int, int] | None:
-        """Add rows `row_N` of a chunk with new keys to the index; `load_bits` sets their bits. Returns None, or, if a
-        key was there already, its (table, id): this object cannot be used any more then."""
+        """Add rows `row_N` of a chunk with new keys to the index; `load_bits` sets their bits, and `load_counts` counts
+        them. Returns None, or, if a key was there already, its (table, id): this object cannot be used any more
+        then."""
+        return self.index.put_new(table_N, id_N, row_N + self.first_place(chunk))
+
+    def load_counts(self, chunk: ChunkFile, row_N: np.ndarray) -> None:
+        """Count rows `row_N` of a chunk as live."""
         extents = self._extents[chunk]
         self.live_E[extents] += np.bincount(
             row_N // self.geometry.rows_per_extent, minlength=extents.stop - extents.start
         )
-        return self.index.put_new(table_N, id_N, row_N + self.first_place(chunk))
 
     def load_over(self, chunk: ChunkFile, table_N: np.ndarray, id_N: np.ndarray, row_N: np.ndarray) -> None:
         """Add rows `row_N` of a chunk, which replace older rows of the same keys, and set the bits. No `load_bits` may
@@ -245,12 +253,14 @@ class LiveRows:
         return ChunkPart(chunk.number, chunk.blocks, chunk.keys_bytes, chunk.keys_sum, size, bit_N=part_N)
 
     def release(self) -> None:
-        """Release all chunks. The object has none afterwards; a compaction that waited may still ask for them."""
+        """Release all chunks and the index. The object has none afterwards; a compaction that waited may still ask for
+        them."""
         for chunk in self._extents:
             self._files.need(chunk, live_rows=-1)
             self._files.release(chunk)
         self.first_E.fill(-1)
         self._extents, self._chunk = {}, {}
+        self.index.release()
 
     def _put(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
         rows = self.geometry.rows_per_extent

@@ -20,6 +20,7 @@ from concurrent.futures import Executor, Future, wait
 import numpy as np
 
 from oneemb.kernels.threads import submit
+from oneemb.storage.cold_index import ColdIndex
 from oneemb.storage.compact_index import CompactIndex
 from oneemb.storage.hash_index import HashIndex
 
@@ -30,7 +31,7 @@ _LISTS_MIN = 32
 # If an index is too small for lists of this many keys, keys are put at once: the index fits into the CPU's cache.
 _LIST_MIN = 1 << 10
 
-_Index = HashIndex | CompactIndex
+_Index = HashIndex | CompactIndex | ColdIndex
 _Put = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
 

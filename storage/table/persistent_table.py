@@ -32,6 +32,7 @@ from oneemb.storage.row_store import Places
 from oneemb.storage.table.aio_reader import open_reader
 from oneemb.storage.table.block_reader import RowReader
 from oneemb.storage.table.chunk_scan import live_rows, read_keys, scan_rows
+from oneemb.storage.table.cold_file import index_maker
 from oneemb.storage.table.compaction import CompactionResult
 from oneemb.storage.table.contents import Contents
 from oneemb.storage.table.geometry import Geometry, make_geometry
@@ -51,12 +52,11 @@ class PersistentTable:
 
     def __init__(
         self, fs: FileSystem, path: str, geometry: Geometry, threads: Threads, max_space_amplification: float, io: str,
-        background: bool, expected_rows: int, mend: str, holder: Holder | None = None,
+        background: bool, expected_rows: int, index_bytes: int | None, mend: str, holder: Holder | None = None,
     ):  # fmt: skip
         self._fs, self._path, self._threads = fs, path, threads
         self._store_lock = StoreLock(f"the table at {path}", mend, rank=1)
-        self._put_at_save = 0
-        self._closed = False
+        self._put_at_save, self._closed = 0, False
         self._places: Places = {}
         self._count = dict.fromkeys(("rows_got", "rows_missing", "rows_put"), 0)
         self.row_width = geometry.row_width
@@ -78,8 +78,9 @@ class PersistentTable:
             self._rows = RowReader(blocks, self._files, self._store_lock)
             self._io, self._direct = blocks.name, blocks.direct
             self._contents = Contents(
-                fs, self._store, geometry, threads, self._store_lock, max_space_amplification, background, expected_rows
-            )
+                fs, self._store, geometry, threads, self._store_lock, index_maker(fs, path, io, threads, index_bytes),
+                max_space_amplification, background, expected_rows,
+            )  # fmt: skip
         except BaseException:
             self._lock.release()
             raise
@@ -96,6 +97,7 @@ class PersistentTable:
         max_space_amplification: float = 2.0,
         chunk_bytes: int = _CHUNK_BYTES,
         expected_rows: int = 0,
+        index_memory_bytes: int | None = None,
         io: str = "auto",
         background: bool = True,
         fs: FileSystem | None = None,
@@ -113,6 +115,7 @@ class PersistentTable:
                 plus two chunks; see `compaction.py` for snapshots. More disk means fewer writes.
             chunk_bytes: approximate most bytes of rows in a chunk file. A small table has smaller chunks.
             expected_rows: number of rows for which the index has room at once; a table may hold more.
+            index_memory_bytes: most bytes of memory for the index, see `ColdIndex`; None = 12 to 16 bytes a key.
             io: "aio" = Linux AIO, past the system's page cache; "pread" = reads by threads, through the cache; "auto" =
                 "aio" if it works at this path, else "pread".
             background: if True, write, sync and compact in background threads; if False, in the calls themselves.
@@ -128,10 +131,9 @@ class PersistentTable:
         if max_space_amplification <= 1:
             raise ValueError(f"max_space_amplification must be above 1, got {max_space_amplification}")
         geometry = make_geometry(row_width, physical_block_size, chunk_bytes)
-        fs = fs or LocalFileSystem()
         return cls(
-            fs, absolute_path(path), geometry, threads, max_space_amplification, io, background, expected_rows, mend,
-            holder,
+            fs or LocalFileSystem(), absolute_path(path), geometry, threads, max_space_amplification, io, background,
+            expected_rows, index_memory_bytes, mend, holder,
         )  # fmt: skip
 
     @property
@@ -382,8 +384,7 @@ class PersistentTable:
                 "live_bytes": self._contents.compactor.live_bytes(),
                 "loose_bytes": self._contents.compactor.loose_bytes(),
                 "snapshot_bytes": sum(chunk.nbytes for chunk in chunks if chunk.snapshots),
-                "memory_bytes": self._contents.live.nbytes,
-                "index_bytes": self._contents.live.index.nbytes,
+                **self._contents.index_stats(),
                 "bytes_written": self._files.bytes_written,
                 "bytes_removed": self._files.bytes_removed,
                 "rows_moved": self._contents.rows_moved,

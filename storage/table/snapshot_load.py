@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oneemb.kernels.threads import Threads, submit
+from oneemb.kernels.threads import submit
+from oneemb.storage.cold_index import ColdIndex
+from oneemb.storage.compact_index import CompactIndex
 from oneemb.storage.errors import CorruptTableError, RowWidthError
 from oneemb.storage.fs import FileSystem
 from oneemb.storage.locking.signals_deferred import signals_deferred
@@ -53,8 +55,8 @@ def read_chain(snapshots: SnapshotFiles, names: Sequence[str], row_width: int) -
 
 
 def load_live_rows(
-    fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, records: Sequence[SnapshotRecord], threads: Threads,
-    beside: Executor | None = None,
+    fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, records: Sequence[SnapshotRecord],
+    make_index: Callable[[int], CompactIndex | ColdIndex], beside: Executor | None = None,
 ) -> LiveRows:  # fmt: skip
     """Live rows that are exactly those of a snapshot. `records`: the records of its chain, a whole snapshot and its
     deltas. After a CorruptTableError no chunk is held."""
@@ -67,29 +69,32 @@ def load_live_rows(
         _check_rows_file(fs, chunk_paths(files.directory, part.number)[0], record.geometry, part)
         return snapshots.read_bits(record, part)
 
-    with _ahead(_pieces(fs, files.directory, record.geometry, record.parts, listed)) as pieces:
-        live = LiveRows(record.geometry, files, threads, record.info.rows, beside)
-        try:
-            for piece in pieces:
-                signals_deferred.raise_interrupt()  # The table's rows have not changed yet.
-                part = piece.part
-                chunk = files.chunks.get(part.number)
-                if chunk is None or chunk not in live:
-                    chunk = files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
-                    live.add(chunk, chunk.blocks)  # `chunk.blocks` may exceed `part.blocks`, for another snapshot
-                    live.load_bits(chunk, piece.bit_N)
-                live.load_sums(chunk, piece.sum_B, piece.block)
-                twice = live.load(chunk, piece.table_N, piece.id_N, piece.row_N)
-                if twice is not None:
-                    raise CorruptTableError(
-                        f"{chunk.keys_path}: table {twice[0]}, id {twice[1]} is twice in the snapshot "
-                        f"{record.info.name!r}; run `oneemb check` on the table"
-                    )
-            for delta in deltas:
-                _apply_delta(fs, snapshots, files, delta, live)
-        except BaseException:
-            live.release()
-            raise
+    live = LiveRows(record.geometry, files, make_index, 0, beside)
+    try:
+        for n in live.index.loading(record.info.rows):
+            with _ahead(_pieces(fs, files.directory, record.geometry, record.parts, listed)) as pieces:
+                for piece in pieces:
+                    signals_deferred.raise_interrupt()  # The table's rows have not changed yet.
+                    part = piece.part
+                    chunk = files.chunks.get(part.number)
+                    if chunk is None or chunk not in live:
+                        chunk = files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
+                        live.add(chunk, chunk.blocks)  # `chunk.blocks` may exceed `part.blocks`, for another snapshot
+                        live.load_bits(chunk, piece.bit_N)
+                    if n == 0:
+                        live.load_sums(chunk, piece.sum_B, piece.block)
+                        live.load_counts(chunk, piece.row_N)
+                    twice = live.load(chunk, piece.table_N, piece.id_N, piece.row_N)
+                    if twice is not None:
+                        raise CorruptTableError(
+                            f"{chunk.keys_path}: table {twice[0]}, id {twice[1]} is twice in the snapshot "
+                            f"{record.info.name!r}; run `oneemb check` on the table"
+                        )
+        for delta in deltas:
+            _apply_delta(fs, snapshots, files, delta, live)
+    except BaseException:
+        live.release()
+        raise
     return live
 
 
@@ -97,11 +102,11 @@ def load_index(fs: FileSystem, files: ChunkFiles, live: LiveRows) -> None:
     """Put the keys of all live rows that are on disk into the index of `live`, which is empty. StorageError if a keys
     file is damaged or cannot be read: the index is incomplete then."""
     parts = [live.part(chunk) for chunk in live.chunks() if chunk.blocks]
-    live.index.reserve(int(live.live_E.sum()))
-    with _ahead(_pieces(fs, files.directory, live.geometry, parts, lambda part: part.bit_N)) as pieces:
-        for piece in pieces:
-            place_N = piece.row_N + live.first_place(files.chunks[piece.part.number])
-            live.index.put_new(piece.table_N, piece.id_N, place_N)
+    for _ in live.index.loading(int(live.live_E.sum())):
+        with _ahead(_pieces(fs, files.directory, live.geometry, parts, lambda part: part.bit_N)) as pieces:
+            for piece in pieces:
+                place_N = piece.row_N + live.first_place(files.chunks[piece.part.number])
+                live.index.put_new(piece.table_N, piece.id_N, place_N)
 
 
 def _apply_delta(

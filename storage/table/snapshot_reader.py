@@ -3,12 +3,14 @@
 Invariant: nothing is written, and memory does not grow with the number of rows, except for the index that `get` makes.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import overload
 
 import numpy as np
 
 from oneemb.kernels.threads import Threads
+from oneemb.storage.compact_index import CompactIndex
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path
 from oneemb.storage.hash_index import check_tables
@@ -134,7 +136,9 @@ class SnapshotReader:
 
     def _find_keys(self) -> LiveRows:
         if self._live is None:
-            self._live = load_live_rows(self._fs, self._files, self._chunks, [self._record], Threads(1))
+            self._live = load_live_rows(
+                self._fs, self._files, self._chunks, [self._record], functools.partial(CompactIndex, Threads(1))
+            )
         return self._live
 
     def close(self) -> None:

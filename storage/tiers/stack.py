@@ -56,7 +56,7 @@ class StorePlan:
         replicated: numbers of the replicated tables, of which every rank stores all rows.
         has_temporary_rows: whether lookups may make temporary rows.
         remote: the parameter server that stores all rows, in place of a host tier; None = there is none.
-        max_space_amplification, expected_rows: of the persistent table, see `PersistentTable.open`.
+        max_space_amplification, expected_rows, index_memory_bytes: of the persistent table, see `PersistentTable.open`.
     """
 
     persistent_path: str
@@ -72,6 +72,7 @@ class StorePlan:
     remote: RemotePlan | None = None
     max_space_amplification: float = 2.0
     expected_rows: int = 0
+    index_memory_bytes: int | None = None
 
     @property
     def caches(self) -> list[str]:

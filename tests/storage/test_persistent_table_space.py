@@ -4,6 +4,7 @@ The oracle is an array of versions: a row holds its key and how often it was put
 files, counted by the file system, at its peak within each operation too.
 """
 
+import functools
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis.stateful import invariant
 
 from oneemb.kernels.threads import Threads
+from oneemb.storage.compact_index import CompactIndex
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.table import geometry
 from oneemb.storage.table.chunk_files import ChunkFiles
@@ -365,7 +367,7 @@ def test_extents_are_neighbours_of_one_chunk_and_are_used_again():
     disk = FaultyFileSystem()
     disk.make_directories("/t")
     files = ChunkFiles(disk, "/t", 0, False)
-    live = LiveRows(geometry.make_geometry(WIDTH, BLOCK, 1 << 24), files, THREADS)
+    live = LiveRows(geometry.make_geometry(WIDTH, BLOCK, 1 << 24), files, functools.partial(CompactIndex, THREADS))
     per_extent, taken = live.geometry.blocks_per_extent, []
     for _ in range(400):
         if model and rng.random() < 0.45 or len(model) > 40:

@@ -16,9 +16,12 @@ from hypothesis.stateful import (
 )
 
 from oneemb.kernels.threads import Threads
+from oneemb.storage import cold_index
+from oneemb.storage.compact_index import CompactIndex
 from oneemb.storage.errors import SnapshotExistsError, SnapshotNotFoundError
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_reader import SnapshotReader
+from tests.support.cold_shards import make_shards_small
 from tests.support.faulty_fs import FaultyFileSystem
 from tests.support.inside import check_choices, check_chunk_totals
 from tests.support.table_model import check, got, put, random_rows
@@ -33,6 +36,7 @@ class TableMachine(RuleBasedStateMachine):
     """The table under test, the rows that it must hold, and the rows of its snapshots."""
 
     table_class = PersistentTable
+    index_memory_bytes = None
 
     @initialize(
         row_width=st.sampled_from([1, 3, 40, 64, 150]), block=st.sampled_from([512, 4096]), beside=st.booleans()
@@ -47,6 +51,7 @@ class TableMachine(RuleBasedStateMachine):
         self.table = self.table_class.open(
             "/t", row_width=self.row_width, physical_block_size=self.block, chunk_bytes=1, threads=THREADS,
             background=self.beside, fs=self.fs, max_space_amplification=1.3,
+            index_memory_bytes=self.index_memory_bytes,
         )  # fmt: skip
 
     @rule(keys=st.lists(KEY, unique=True, max_size=30))
@@ -177,6 +182,40 @@ def test_any_sequence_of_operations_agrees_with_a_dict():
 @pytest.mark.slow
 def test_any_long_sequence_of_operations_agrees_with_a_dict():
     run(TableMachine, examples=1500, steps=60)
+
+
+class ColdTableMachine(TableMachine):
+    index_memory_bytes = 1
+
+    @invariant()
+    def scratch_file_is_there_only_while_it_is_needed(self):
+        if hasattr(self, "table"):
+            assert self.table.stats()["index_disk_bytes"] == 0 or "/t/index.cold" in self.fs.entries
+
+
+def test_any_sequence_of_operations_agrees_with_a_dict_with_the_index_on_disk(monkeypatch):
+    make_shards_small(monkeypatch)
+    run(ColdTableMachine, examples=60, steps=30)
+
+
+@pytest.mark.slow
+def test_any_long_sequence_of_operations_agrees_with_a_dict_with_the_index_on_disk(monkeypatch):
+    make_shards_small(monkeypatch)
+    run(ColdTableMachine, examples=1500, steps=60)
+
+
+class ForgetsErasedKeys(CompactIndex):
+    """When a shard of the file is merged, keys that were erased stay."""
+
+    def erase(self, table_U, id_U):
+        return np.full(len(id_U), -1)
+
+
+def test_an_index_on_disk_that_is_wrong_in_a_corner_is_found_out(monkeypatch):
+    make_shards_small(monkeypatch)
+    monkeypatch.setattr(cold_index, "CompactIndex", ForgetsErasedKeys)
+    with pytest.raises(AssertionError):
+        run(ColdTableMachine, examples=300, steps=30, phases=[Phase.generate])
 
 
 class ForgetsSmallPuts(PersistentTable):

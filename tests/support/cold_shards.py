@@ -1,0 +1,20 @@
+"""Sizes with which an index of few keys has shards in its file."""
+
+from functools import partial
+
+from oneemb.storage import cold_index, compact_index
+from oneemb.storage.table.persistent_table import PersistentTable
+
+
+def make_shards_small(patch, small=1, overlay=30):
+    """Set the most keys of a shard that has no blocks, and the most keys of the overlay if the limit of memory is
+    small. Few blocks are read at once, so that few are kept."""
+    patch.setattr(compact_index, "_SMALL", small)
+    patch.setattr(cold_index, "_OVERLAY_MIN", overlay)
+    patch.setattr(cold_index, "_READ_BLOCKS", 16)
+
+
+def keep_index_on_disk(patch, overlay=30):
+    """Let every table that is opened have its index on disk, as far as it can."""
+    make_shards_small(patch, overlay=overlay)
+    patch.setattr(PersistentTable, "open", partial(PersistentTable.open, index_memory_bytes=1))
