@@ -6,11 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.trees import forget_trees, nodes_of, text_of
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ["kernels", "storage", "graph", "oneemb"]
 READMES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("README.md"))
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 DOCUMENTS = [*map(ROOT.joinpath, ["ARCHITECTURE.md", "CONTRIBUTING.md", "tests/README.md"]), *DECISIONS, *READMES]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_trees_stay():
+    yield
+    forget_trees()
 
 
 def named_files(text):
@@ -33,12 +41,12 @@ def named_tests(text):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_tests_that_a_document_names_are_there(document):
-    text = document.read_text()
+    text = text_of(document)
     missing = [name for name in named_files(text) if not is_there(name, document)]
     for name, function in named_tests(text):
         path = next((base / name for base in (ROOT, ROOT / "tests") if (base / name).is_file()), None)
         shortened = function.endswith("_")  # `test_a_kill_at_any_file_call_...` in tests/README.md
-        if path is None or not re.search(rf"def {function}{'' if shortened else chr(92) + '('}", path.read_text()):
+        if path is None or not re.search(rf"def {function}{'' if shortened else chr(92) + '('}", text_of(path)):
             missing.append(f"{name}::{function}")
     assert not missing
 
@@ -51,7 +59,7 @@ def test_a_name_that_is_missing_is_found():
 
 
 def test_documents_are_read_at_one_go():
-    lines = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in [DOCUMENTS[0], *READMES]}
+    lines = {str(path.relative_to(ROOT)): text_of(path).count("\n") for path in [DOCUMENTS[0], *READMES]}
     assert not {name: n for name, n in lines.items() if n > (220 if name == "ARCHITECTURE.md" else 80)}
 
 
@@ -61,7 +69,7 @@ def invariants(text):
 
 
 def test_an_invariant_stands_beside_its_test():
-    found = [one for path in [DOCUMENTS[0], *READMES] for one in invariants(path.read_text())]
+    found = [one for path in [DOCUMENTS[0], *READMES] for one in invariants(text_of(path))]
     assert len(found) > 80
     assert not [one for one in found if "Held by `tests/" not in one.replace("\n", " ")]
 
@@ -78,12 +86,11 @@ PRONOUNS_MAX = 20
 
 def docstrings_with_pronouns(text):
     """First lines of the docstrings that begin with a pronoun or a relative clause, as `line: text`."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body and node.body[0]
-            found = ast.get_docstring(node) or ""
-            if PRONOUN.match(found):
-                yield f"{body.lineno}: {found.splitlines()[0]}"
+            if PRONOUN.match(ast.get_docstring(node, clean=False) or ""):
+                yield f"{body.lineno}: {ast.get_docstring(node).splitlines()[0]}"
 
 
 def test_few_docstrings_begin_with_a_pronoun_or_a_relative_clause():
@@ -91,7 +98,7 @@ def test_few_docstrings_begin_with_a_pronoun_or_a_relative_clause():
         f"{path.relative_to(ROOT)}:{line}"
         for folder in FOLDERS
         for path in sorted((ROOT / folder).rglob("*.py"))
-        for line in docstrings_with_pronouns(path.read_text())
+        for line in docstrings_with_pronouns(text_of(path))
     ]
     assert len(found) <= PRONOUNS_MAX, "\n".join(found)
 
@@ -118,7 +125,7 @@ def old_words(text):
 
 def test_no_old_word_stands_in_names_or_sentences():
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-    found = {str(path.relative_to(ROOT)): list(old_words(path.read_text())) for path in [*paths, *DOCUMENTS]}
+    found = {str(path.relative_to(ROOT)): list(old_words(text_of(path))) for path in [*paths, *DOCUMENTS]}
     assert not any(found.values()), {path: words for path, words in found.items() if words}
 
 

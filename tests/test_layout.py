@@ -16,9 +16,16 @@ import setuptools
 
 import oneemb
 import oneemb.kernels
+from tests.support.trees import forget_trees, nodes_of, text_of
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ["kernels", "storage", "graph", "oneemb"]  # each may import those before it
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_trees_stay():
+    yield
+    forget_trees()
 
 
 def setup():
@@ -32,8 +39,8 @@ def sources(*folders):
 
 
 def imported(path_or_text):
-    text = path_or_text if isinstance(path_or_text, str) else path_or_text.read_text()
-    for node in ast.walk(ast.parse(text)):
+    text = path_or_text if isinstance(path_or_text, str) else text_of(path_or_text)
+    for node in nodes_of(text):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -84,9 +91,7 @@ def bare_imports(text):
 
 
 def test_nobody_imports_a_top_level_folder_by_its_bare_name():
-    found = {
-        str(path): bare_imports(path.read_text()) for path in sources(*PACKAGES, "tests", "examples", "benchmarks")
-    }
+    found = {str(path): bare_imports(text_of(path)) for path in sources(*PACKAGES, "tests", "examples", "benchmarks")}
     assert not any(found.values()), {path: modules for path, modules in found.items() if modules}
 
 
@@ -200,7 +205,7 @@ def test_no_private_name_is_imported_from_another_file():
     wrong = [
         (str(path), alias.name)
         for path in sources(*PACKAGES)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(text_of(path))
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("oneemb")
         for alias in node.names
         if alias.name.startswith("_")
@@ -217,7 +222,7 @@ OURS = {("graph/inputs.py", "other")}
 
 def reach_ins(text, path):
     """Private attributes of others, as `line: expression`."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         private = isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
         if not private or node.attr == "_replace":  # of a NamedTuple
             continue
@@ -226,13 +231,15 @@ def reach_ins(text, path):
             owner = owner.func if isinstance(owner, ast.Call) else owner.value
         name = owner.id if isinstance(owner, ast.Name) else ""
         own = isinstance(node.value, ast.Name) and name in ("self", "cls")
+        if own or name in FOREIGN:
+            continue
         where = {(path, ast.unparse(node.value).removeprefix("self._")), (path, name)}
-        if not own and name not in FOREIGN and not where & OURS:
+        if not where & OURS:
             yield f"{node.lineno}: {ast.unparse(node)}"
 
 
 def test_nobody_reaches_into_the_private_parts_of_others():
-    found = {path: list(reach_ins(path.read_text(), str(path.relative_to(ROOT)))) for path in sources(*PACKAGES)}
+    found = {path: list(reach_ins(text_of(path), str(path.relative_to(ROOT)))) for path in sources(*PACKAGES)}
     assert not any(found.values()), {path: lines for path, lines in found.items() if lines}
 
 
@@ -244,7 +251,7 @@ def test_a_reach_into_private_parts_is_found():
 def imported_modules(text):
     """Modules of the packages that a text imports: within functions, and those that only types need, included."""
     found = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.ImportFrom) and node.module:
             whole = {f"{node.module}.{alias.name}" for alias in node.names} & MODULES.keys()
             found.update(whole or {node.module} & MODULES.keys())
@@ -272,7 +279,7 @@ def circle_in(imports):
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    assert not circle_in({module: imported_modules(path.read_text()) for module, path in MODULES.items()})
+    assert not circle_in({module: imported_modules(text_of(path)) for module, path in MODULES.items()})
 
 
 def test_a_circle_is_found_within_functions_too():
@@ -282,13 +289,13 @@ def test_a_circle_is_found_within_functions_too():
 
 
 def test_nothing_is_defined_that_no_file_of_the_packages_names():
-    texts = [re.sub(r"^__all__ = \[.*?\]", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    texts = [re.sub(r"^__all__ = \[.*?\]", "", text_of(path), flags=re.DOTALL | re.MULTILINE)
              for path in sources(*PACKAGES)]  # fmt: skip
     words = Counter(re.findall(r"\w+", "\n".join(texts)))
     public = {name for names in oneemb._MODULES.values() for name in names}
     unused = []
     for path in sources(*PACKAGES):
-        for node in ast.parse(path.read_text()).body:
+        for node in nodes_of(text_of(path))[0].body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and words[node.name] < 2:
                 decorated = any("command" in ast.unparse(one) or "register" in ast.unparse(one)
                                 for one in node.decorator_list)  # fmt: skip
@@ -337,7 +344,7 @@ NAMES_OPTIMIZERS = {
 def optimizers_named(text):
     """Optimizers whose names are part of a name in the code, or of a string that is no sentence."""
     words = []
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         words += [
             name
             for field in ("id", "attr", "name", "arg", "module")
@@ -350,7 +357,7 @@ def optimizers_named(text):
 
 
 def test_an_optimizer_is_named_by_its_own_file_and_the_registries():
-    found = {str(path.relative_to(ROOT)): optimizers_named(path.read_text()) for path in sources(*PACKAGES)}
+    found = {str(path.relative_to(ROOT)): optimizers_named(text_of(path)) for path in sources(*PACKAGES)}
     for path in list(found):
         own = Path(path).stem.removeprefix("update_") if path.startswith("kernels/update_") else ""
         found[path] -= OPTIMIZERS if path in REGISTRIES else {own}
@@ -371,12 +378,12 @@ NAMED_TWICE = {
 
 
 def classes_named_twice(texts):
-    names = Counter(node.name for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+    names = Counter(node.name for text in texts for node in nodes_of(text) if isinstance(node, ast.ClassDef))
     return {name for name, times in names.items() if times > 1 and not name.startswith("_")}
 
 
 def test_no_two_classes_have_one_name():
-    assert classes_named_twice(path.read_text() for path in sources(*PACKAGES)) == NAMED_TWICE
+    assert classes_named_twice(text_of(path) for path in sources(*PACKAGES)) == NAMED_TWICE
     assert classes_named_twice(["class A: ...\nclass _B: ...", "def f():\n    class A: ...", "class _B: ..."]) == {"A"}
 
 
@@ -384,12 +391,12 @@ FILE_LINES_MAX, CLASS_LINES_MAX = 500, 400
 
 
 def lines_of_classes(text):
-    classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    classes = [node for node in nodes_of(text) if isinstance(node, ast.ClassDef)]
     return {node.name: node.end_lineno - node.lineno + 1 for node in classes}
 
 
 def test_files_and_classes_are_read_at_one_go():
-    texts = {path: path.read_text() for path in sources(*PACKAGES)}
+    texts = {path: text_of(path) for path in sources(*PACKAGES)}
     long = [path for path, text in texts.items() if text.count("\n") > FILE_LINES_MAX]
     long += [one for text in texts.values() for one, lines in lines_of_classes(text).items() if lines > CLASS_LINES_MAX]
     assert not long, "part it by responsibility"
@@ -401,7 +408,7 @@ FILE_CALLS |= {"truncate", "ftruncate", "mkdir", "makedirs", "rmdir"}
 
 
 def file_calls(text):
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             if called == "open" or called.startswith("os.") and called[3:] in FILE_CALLS:
@@ -409,7 +416,7 @@ def file_calls(text):
 
 
 def test_every_file_call_of_the_persistent_table_goes_through_the_file_system():
-    found = {path: list(file_calls(path.read_text())) for path in sources("storage/table")}
+    found = {path: list(file_calls(text_of(path))) for path in sources("storage/table")}
     assert not any(found.values()), "a test cannot fail, tear or lose what these do to files"
     assert list(file_calls("import os\nopen('a')\nfs.open('a')\nos.fsync(1)\n")) == ["2: open", "4: os.fsync"]
 
@@ -454,7 +461,7 @@ NOT_OURS = {"_replace", "_scale", "_version", "_compiled_call_impl", "_repr_html
 
 def private_names(text):
     """Private names that a file defines or assigns, as variables, attributes, functions or classes."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             name = node.name
         elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
@@ -469,7 +476,7 @@ def reached_into(text, private):
     """Names of `private` that are read or set of another object than `self`, or imported from the packages."""
     found = set()
     private = private.intersection(re.findall(r"\b_\w+", text))
-    for node in ast.walk(ast.parse(text)) if private else ():
+    for node in nodes_of(text) if private else ():
         if isinstance(node, ast.Attribute) and node.attr in private:
             owner = ast.unparse(node.value)
             if owner not in ("self", "cls", "super()") and owner.partition(".")[0] not in ("torch", "sys"):
@@ -480,11 +487,11 @@ def reached_into(text, private):
 
 
 def test_tests_reach_into_no_private_part_of_the_packages_but_those_listed():
-    private = {name for path in sources(*PACKAGES) for name in private_names(path.read_text())}
+    private = {name for path in sources(*PACKAGES) for name in private_names(text_of(path))}
     found = {
         str(path.relative_to(ROOT)): names
         for path in sources("tests")
-        if path.parent.name != "support" and (names := reached_into(path.read_text(), private))
+        if path.parent.name != "support" and (names := reached_into(text_of(path), private))
     }
     assert found == REACHED_INTO
     assert sum(map(len, REACHED_INTO.values())) <= REACHED_INTO_MAX, "use a public call, or tests/support/inside.py"
@@ -508,17 +515,17 @@ MAKE_FLOATS = set("empty zeros ones full linspace eye rand randn".split())
 
 def by_default(text):
     """Calls that make a tensor of whatever dtype or on whatever device is torch's default when they run."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+    for node in nodes_of(text):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MAKE:
             named, of = {keyword.arg for keyword in node.keywords}, ast.unparse(node.func.value)
-            name, call = node.func.attr, ast.unparse(node)
-            floats = name in MAKE_FLOATS or name in MAKE and re.search(r"\bfloat\(|\d\.\d", call)
-            if of == "torch" and name in MAKE and ("device" not in named or floats and "dtype" not in named):
+            call = ast.unparse(node)
+            floats = node.func.attr in MAKE_FLOATS or re.search(r"\bfloat\(|\d\.\d", call)
+            if of == "torch" and ("device" not in named or floats and "dtype" not in named):
                 yield call
 
 
 def test_no_tensor_follows_the_default_dtype_or_device_of_torch():
-    found = {str(path): calls for path in sources(*PACKAGES) if (calls := list(by_default(path.read_text())))}
+    found = {str(path): calls for path in sources(*PACKAGES) if (calls := list(by_default(text_of(path))))}
     assert not found, "say dtype= and device=: users set torch's defaults"
 
 

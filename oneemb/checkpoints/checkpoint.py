@@ -38,10 +38,10 @@ from oneemb.checkpoints.checkpoint_snapshots import (
     delete_snapshots,
     enter_parents,
     existing_snapshots,
+    kept_and_removed,
     name_of_save,
     new_snapshots,
     save_snapshots,
-    without_parents,
 )
 from oneemb.checkpoints.graph_state import (
     LoadedKeys,
@@ -262,7 +262,6 @@ def _save(
     plan = cast(_Plan, of_all[0][0])
     existing = existing_snapshots(embeddings, plan.earlier)
     earlier = [snapshots for snapshots, names in zip(plan.earlier, existing, strict=True) if names]
-    kept, superfluous = (earlier, []) if keep is None else (earlier[: keep - 1], earlier[keep - 1 :])
     changed = {name: any(changes.get(name) for _, changes in of_all) for name in embeddings}
     made = new_snapshots(embeddings, changed, plan.snapshot)
     with doing("write the checkpoint", path):
@@ -275,14 +274,15 @@ def _save(
             others = others_of(graph, ranks, what)
 
             def write() -> None:
-                # `earlier` names superfluous snapshots too: if their deletion fails, the next save tries again.
+                # `earlier` names the snapshots to delete too: if their deletion fails, the next save tries again.
                 file: CheckpointFile = {**state_of(graph, train, made, others), "path": path, "earlier": earlier}
                 intent.put_in_place(to_bytes(file))
 
             ranks.by_first(f"{what}: the file", write)
     folder = os.path.dirname(path)
     ranks.by_first(f"{what}: its folder", lambda: LocalFileSystem().sync_directory(folder))
-    for snapshots in without_parents(superfluous, [made, *kept]):
+    kept, removed = kept_and_removed(earlier, made, keep)
+    for snapshots in removed:
         delete_snapshots(embeddings, snapshots, () if keep_deltas else [*kept, made])
     return len(kept)
 

@@ -91,6 +91,16 @@ def save_snapshots(
             )  # fmt: skip
 
 
+def kept_and_removed(
+    earlier: list[Snapshots], made: Snapshots, keep: int | None
+) -> tuple[list[Snapshots], list[Snapshots]]:  # fmt: skip
+    """(earlier saves to keep, snapshots to delete) once `made` is saved. `keep` counts the save of `made` too."""
+    if keep is None:
+        return earlier, []
+    kept = earlier[: keep - 1]
+    return kept, without_parents(earlier[keep - 1 :], [made, *kept])
+
+
 def without_parents(superfluous: Sequence[Snapshots], kept: Sequence[Snapshots]) -> list[Snapshots]:
     """The superfluous snapshots that no kept one needs as an ancestor.
 

@@ -31,6 +31,7 @@ from oneemb.checkpoints.checkpoint_snapshots import (
     check_keep,
     delete_snapshots,
     enter_parents,
+    kept_and_removed,
     name_of_save,
     new_snapshots,
     save_snapshots,
@@ -43,10 +44,10 @@ from oneemb.checkpoints.state_bytes import to_bytes
 from oneemb.checkpoints.state_names import named_embeddings
 from oneemb.graph.build_error import warn_user
 from oneemb.graph.ranks import AnyRanks
-from oneemb.storage.errors import CorruptTableError, LockedError, SnapshotNotFoundError, StorageError
+from oneemb.storage.errors import CorruptTableError, LockedError, StorageError
 from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.objects.deletion import clean_parts, clean_store, forget_stored
-from oneemb.storage.objects.manifests import current_of, names_in, newest_in
+from oneemb.storage.objects.manifests import current_of, has_snapshot, names_in, newest_in
 from oneemb.storage.objects.object_store import ObjectStore, is_url
 from oneemb.storage.objects.push import push_of_writer
 from oneemb.training.compiled_graph import CompiledGraph
@@ -123,14 +124,9 @@ class StoredCheckpoint:
         self._store.remove(f"{self._name}.saving")
 
     def has(self, name: str, snapshot: SnapshotName) -> bool:
-        """Whether the store of an embedding has a snapshot, of the same identity."""
-        if snapshot["oneemb_snapshot"] is None:
-            return False
-        try:
-            identity = current_of(self.rows_of(name), snapshot["oneemb_snapshot"])[0]
-        except SnapshotNotFoundError:
-            return False
-        return snapshot["oneemb_identity"] in (None, identity)
+        """Whether the store of embedding `name` has a snapshot."""
+        saved_as = snapshot["oneemb_snapshot"]
+        return saved_as is not None and has_snapshot(self.rows_of(name), saved_as, snapshot["oneemb_identity"])
 
     def forget(self, of_saves: Sequence[Snapshots], kept: list[Snapshots] | None = None) -> None:
         """Delete the snapshots of saves, newest first, from the store; `kept` as for `forget_stored`, for each
@@ -154,7 +150,7 @@ class StoredCheckpoint:
 # ---- save -----------------------------------------------------------------------------------------------------------
 
 
-class _Plan(NamedTuple):
+class _StoredPlan(NamedTuple):
     """Plan of a save, which the first rank makes from the objects at the URL."""
 
     named: list[Snapshots]
@@ -177,7 +173,7 @@ def save_stored(
     """Save a checkpoint to an object store. Returns the number of earlier saves whose snapshots are kept."""
     embeddings, opened = named_embeddings(graph), list[StoredCheckpoint]()
 
-    def begin() -> tuple[_Plan | None, dict[str, int]]:
+    def begin() -> tuple[_StoredPlan | None, dict[str, int]]:
         check_keep(keep)
         check_between_updates(graph, train)
         opened.append(StoredCheckpoint(url))
@@ -185,7 +181,7 @@ def save_stored(
         return _plan(opened[0], name_of_save(train), embeddings) if ranks.first else None, changes
 
     of_all = ranks.all_gather(what, begin)
-    plan, stored = cast(_Plan, of_all[0][0]), opened[0]
+    plan, stored = cast(_StoredPlan, of_all[0][0]), opened[0]
     changed = {name: any(changes.get(name) for _, changes in of_all) for name in embeddings}
     made = new_snapshots(embeddings, changed, plan.snapshot)
     if plan.left is not None:
@@ -216,14 +212,12 @@ def save_stored(
     # The store has all others. The newest one stays here, with its parents, for a quick start and for deltas.
     for snapshots in without_parents(plan.named, [made]):
         delete_snapshots(embeddings, snapshots, () if keep_deltas else [made])
-    kept, superfluous = (plan.earlier, []) if keep is None else (plan.earlier[: keep - 1], plan.earlier[keep - 1 :])
-
-    superfluous = without_parents(superfluous, [made, *kept])
+    kept, removed = kept_and_removed(plan.earlier, made, keep)
 
     def remove() -> None:
         try:
-            if superfluous:
-                stored.forget(superfluous, None if keep_deltas else [*kept, made])
+            if removed:
+                stored.forget(removed, None if keep_deltas else [*kept, made])
                 stored.clean(embeddings)
         except (StorageError, OSError) as error:
             warn_user(f"{url} is saved, but older snapshots could not be removed; the next save tries again: {error}")
@@ -232,7 +226,7 @@ def save_stored(
     return len(kept)
 
 
-def _plan(stored: StoredCheckpoint, snapshot: str, embeddings: Iterable[str]) -> _Plan:
+def _plan(stored: StoredCheckpoint, snapshot: str, embeddings: Iterable[str]) -> _StoredPlan:
     named, left = stored.named(), stored.intent()
     if left is not None:
         names = {(name, one["oneemb_snapshot"]) for snapshots in named for name, one in snapshots.items()}
@@ -243,7 +237,8 @@ def _plan(stored: StoredCheckpoint, snapshot: str, embeddings: Iterable[str]) ->
         if any(one["oneemb_snapshot"] in there[name] and stored.has(name, one) for name, one in snapshots.items())
     ]  # fmt: skip
     newest = {name: newest_in(stored.rows_of(name)) for name in embeddings}
-    return _Plan(named, earlier, left, snapshot, {name: one[2] + 1 for name, one in newest.items() if one is not None})
+    sequences = {name: one[2] + 1 for name, one in newest.items() if one is not None}
+    return _StoredPlan(named, earlier, left, snapshot, sequences)
 
 
 def _pushes(store: ObjectStore, folder: str, snapshot: str, rank: int) -> Callable[[], None]:

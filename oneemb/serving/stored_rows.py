@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from oneemb.storage.errors import CorruptTableError, LockedError, OtherTableError, SnapshotNotFoundError, StorageError
-from oneemb.storage.objects.manifests import current_of, newest_in
+from oneemb.storage.objects.manifests import current_of, has_snapshot, newest_in
 from oneemb.storage.objects.object_store import ObjectStore
 from oneemb.storage.objects.pull import pull_from
 from oneemb.storage.snapshots.part_folders import open_anew
@@ -73,10 +73,7 @@ class StoredCopy:
 
     def is_offered(self, name: str, identity: str) -> bool:
         """Whether the store has the snapshot of this name and identity."""
-        try:
-            return current_of(self._store, name)[0] == identity
-        except SnapshotNotFoundError:
-            return False
+        return has_snapshot(self._store, name, identity)
 
     def _has(self, name: str, identity: str) -> bool:
         try:

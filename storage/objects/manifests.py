@@ -120,6 +120,12 @@ def current_of(store: ObjectStore, name: str) -> tuple[str, int, int]:
     return str(found["identity"]), int(found["shards"]), int(found["sequence"])
 
 
+def has_snapshot(store: ObjectStore, name: str, identity: str | None) -> bool:
+    """Whether a store has the snapshot of this name and identity; None = of any identity."""
+    found = _current(store, name)
+    return found is not None and identity in (None, str(found["identity"]))
+
+
 def newest_in(store: ObjectStore) -> tuple[str, str, int] | None:
     """(name, identity, sequence) of the snapshot that was saved last; None = the store has none."""
     fields = store.get_text(_NEWEST)
