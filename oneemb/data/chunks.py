@@ -72,7 +72,7 @@ class ChunkReader:
         Raises:
             RuntimeError: the process is a fork of the one that began to read.
         """
-        if os.getpid() != self._process:  # It has no threads of the other, and would move the place in its open files.
+        if os.getpid() != self._process:  # It has no threads, and shares the places in open files.
             raise RuntimeError("a loop over a loader must stay in its process; begin another loop in the forked one")
         while self._chunk is None or self._row == len(self._chunk.bad_N):
             self._read_ahead()
@@ -99,7 +99,7 @@ class ChunkReader:
             self._has_read_all = piece is _END
             if piece is _END or piece is None:
                 return
-            if self._executor is None:  # An error of it comes at once, since `ahead` is 0.
+            if self._executor is None:  # `ahead` is 0, so no row is read behind its error.
                 self._coming.append(self._convert(piece))
             else:
                 self._coming.append(self._executor.submit(self._convert, piece))

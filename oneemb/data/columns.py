@@ -216,7 +216,7 @@ class _Reader:
         return self._plain(array)
 
     def _plain(self, array: Any) -> Any:
-        """Array whose nulls are counted, in a dictionary of strings or none, and of types that all kernels take."""
+        """The array in a type that all kernels take: no view, and a dictionary only if it has strings and no nulls."""
         types = self._pa.types
         if types.is_dictionary(array.type):
             values = array.dictionary
@@ -339,7 +339,7 @@ def join(columns: Sequence[Column]) -> Column:
 
 
 def _dtype_of(values: Sequence[np.ndarray]) -> np.dtype:
-    """float32 if one of the arrays is; then values of int64 stand for missing ones only, as `Kinds` holds."""
+    """float32 if any array is; arrays of int64 then stand for missing values alone, which `Kinds` has checked."""
     return min((one.dtype for one in values), key=lambda dtype: dtype.itemsize)
 
 

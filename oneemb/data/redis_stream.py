@@ -111,7 +111,7 @@ class RedisStream:
         if removed > at[2]:
             raise self._gone(f"{removed - at[2]} entries behind {_id(at)} were trimmed before they were read")
         first = facts[b"first-entry"]
-        # If fewer entries were removed than were read, one that was read is there: in another stream all are behind.
+        # If fewer entries were removed than were read, an entry that was read is still there, at or before the place.
         has_none = at[2] > removed and (first is None or _numbers(first[0]) > at[:2])
         if has_none or added < at[2] or _numbers(facts[b"last-generated-id"]) < at[:2]:
             raise self._gone(f"the stream is another one, which has had {added} entries only")

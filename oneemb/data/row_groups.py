@@ -13,7 +13,7 @@ _END_BYTES = 65_536
 
 
 def file_identity(path: str) -> str:
-    """Size of a file and checksum of its end, which describes all row groups: another file of this name differs in it.
+    """Size of a file and checksum of its end. The end describes all row groups, so another file has another identity.
 
     Raises:
         ChangedSourceError: the file is gone.

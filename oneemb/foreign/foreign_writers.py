@@ -112,10 +112,10 @@ class RawWriter:
         keys: files of the ids, int64 [n]; each gets all ids.
         values: file of the weights, float32 [n, D].
         state: {name of a part of the optimizer state: file}.
-        others: files of the table that are there.
+        others: files of the table that exist before.
 
     Raises:
-        ValueError: one of `others` would stay.
+        ValueError: one of `others` is not replaced, and would lie beside rows that are not its own.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class StateDictWriter:
         if "mapping" in self._names:
             if NO_ID in id_N:
                 raise ValueError(
-                    f"ids must be below {NO_ID}, by which TorchRec means no id, got it; erase its row first"
+                    f"ids must be below {NO_ID}, which TorchRec takes for no id, got {NO_ID}; erase its row first"
                 )
             if len(id_N) >= size:
                 raise ValueError(

@@ -22,7 +22,7 @@ from oneemb.storage.fs import FileSystem, doing
 KEYS, VALUES = "key", "emb_vector"
 SLOTS = "slot_id"
 _SCALED_STATE = (".momtentum", ".accm")
-"""Ends of names of other files of state: it has the learning rate multiplied in, which rows of oneemb do not have."""
+"""Ends of the names of files whose state has the learning rate multiplied in; state of rows does not have it."""
 STATE_FILES = sorted({part for known in states_in("hugectr").values() for part in known.weight_state})
 
 

@@ -1,7 +1,7 @@
 """Changes of a table's rows, from the version that a sink shows to the next version, read from the table's folder.
 
 Invariants:
-- the rows of one version only: they are those that its save has stored, whatever the job saves or deletes meanwhile;
+- the rows are those that the version's save has stored, whatever the job saves or deletes meanwhile;
 - memory does not grow with the number of rows, except for the keys of a delta.
 """
 
@@ -78,8 +78,8 @@ class Changes:
                 yield RowsOfFile(table_N, id_N, weights_of(row_format, row_NW), state_NZ)
 
     def gone(self, *, tables: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Keys of some tables that had a row in the version before and have none now: table_N int32, id_N int64. None
-        if the changes are all rows.
+        """Keys of some tables that had a row in the version before and have none now: table_N int32, id_N int64. No
+        keys if the changes are all rows.
 
         Raises:
             StorageError: files of the version are damaged, or the job has deleted the version meanwhile.

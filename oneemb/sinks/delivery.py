@@ -44,7 +44,7 @@ class SinkStats(TypedDict):
 
 
 class Delivery:
-    """Gives one sink what it lacks. One call at a time, from any thread."""
+    """Gives one sink the versions that it lacks. One call at a time, from any thread."""
 
     def __init__(self, versions: Versions, sink: Sink, when_behind: str):
         self.sink = sink

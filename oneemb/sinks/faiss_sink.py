@@ -215,8 +215,7 @@ class FaissSink:
         return dead / max(1, view.index.ntotal + sum(map(len, ids)))
 
     def _added(self, changes: Changes) -> FaissView:
-        """View of the index with the changes. Until it takes the place of the view before, none of the new positions is
-        live."""
+        """View of the index with the changes. The view before stays as it was: it has none of the new positions."""
         before = self.view
         first, new = before.index.ntotal, [np.empty(0, np.int64)]
         for id_N, vector_ND in self._batches(changes):

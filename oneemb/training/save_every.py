@@ -114,7 +114,7 @@ class SaveEvery:
         self._state_begin, self._event_begin, self._time_begin = self.graph.loader_state, self._newest, time.monotonic()
 
     def __call__(self, result: Any = None) -> bool:
-        """Save if a save is due. Returns whether it was.
+        """Save if a save is due. Returns whether it has saved.
 
         Args:
             result: argument of `event_time`.
@@ -142,7 +142,7 @@ class SaveEvery:
         return False
 
     def finish(self) -> bool:
-        """Save if there was a step since the last save, or the loader has another state. Returns whether that was so;
+        """Save if there was a step since the last save, or the loader has another state. Returns whether it has saved.
         `graph.run` calls this method at the end of the loader."""
         graph = self.graph
         if graph.waiting_batches:
@@ -173,7 +173,7 @@ class SaveEvery:
         return together(ranks, stores, "save", what, lambda: ranks.all_gather(what, mine))
 
     def _progress(self, result: Any) -> float:
-        """Share of the way to the next save, of the limit that comes first. 1 or more = a save is due."""
+        """Progress to the next save, by the limit that comes first: 0 = just saved, 1 or more = a save is due."""
         now, shares = self.graph.steps, [0.0]
         if self._steps is not None and now > self._steps_begin:
             due = (self._steps_begin // self._steps + 1) * self._steps
