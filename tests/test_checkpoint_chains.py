@@ -27,7 +27,7 @@ from oneemb.storage.table.delta import GONE, Delta, gone_array
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_reader import read_snapshot_info
 from tests.support.faulty_fs import FaultyFileSystem, PowerLoss
-from tests.support.thread_ranks import FaultyCalls, run_ranks
+from tests.support.thread_ranks import FaultyCalls, restored_job, run_ranks
 from tests.test_deltas import of_chain, put
 from tests.test_rank_snapshots import as_dict, assert_nothing_is_unneeded, content, make, together
 
@@ -269,17 +269,6 @@ def test_a_chain_in_an_object_store_is_loaded_on_other_disks_and_pruned(tmp_path
 # ---- kills and losses of power ---------------------------------------------------------------------------------------
 
 
-def again(tmp_path):
-    """The folder of a job as it was when this was first called. Its path stays: checkpoints know theirs."""
-    root, aside = tmp_path / "job", tmp_path / "aside"
-    if aside.exists():
-        shutil.rmtree(root)
-        shutil.copytree(aside, root)
-    else:
-        shutil.copytree(root, aside)
-    return root
-
-
 def act(ranks, root, calls, version):
     """Save one more version, with counted calls."""
     job = Job(ranks, f"{root}/rows")
@@ -311,11 +300,11 @@ def test_a_kill_at_any_file_call_of_a_save_leaves_a_chain_that_is_loaded(tmp_pat
     before = 4 if prunes else 2  # Versions 1 and 4 are whole, and the save after the fourth prunes the first three.
     run(size, save, tmp_path / "job", f"{tmp_path}/job/c", 1, before, False, 2, patch=monkeypatch)
     calls, versions = FaultyCalls(monkeypatch), set()
-    acted(size, again(tmp_path), calls, before + 1, monkeypatch)
+    acted(size, restored_job(tmp_path), calls, before + 1, monkeypatch)
     counts = [len(calls.of(rank)) for rank in range(max(1, size))]
     for dead, count in enumerate(counts):
         for call in sorted({*range(dead, count, stride), count - 1}):
-            root = again(tmp_path)
+            root = restored_job(tmp_path)
             with monkeypatch.context() as patch:
                 calls = FaultyCalls(patch, rank=dead, at=call)
                 acted(size, root, calls, before + 1, patch, dies=(dead,))

@@ -23,7 +23,7 @@ from oneemb.storage.errors import BrokenStoreError
 from tests.support.inside import train_state_of
 from tests.support.optimizers import OPTIMIZERS
 from tests.support.rank_jobs import killed
-from tests.support.thread_ranks import FaultyCalls, ThreadRanks, Torn, run_ranks
+from tests.support.thread_ranks import FaultyCalls, ThreadRanks, Torn, restored_job, run_ranks
 from tests.test_rank_snapshots import FEW, STEP, assert_nothing_is_unneeded, content, expected, fill, make, together
 from tests.test_ranks import Graph, Model, batch_of, relative, weights_of
 
@@ -345,19 +345,8 @@ def names_of_calls(tmp_path, patch, size):
     """The names of the file calls of each rank in a save that nobody stops."""
     with patch.context() as inner:
         calls = FaultyCalls(inner)
-        acted(size, again(tmp_path), calls, inner)
+        acted(size, restored_job(tmp_path), calls, inner)
         return [calls.of(rank) for rank in range(max(1, size))]
-
-
-def again(tmp_path):
-    """The folder of a job as it was when this was first called. Its path stays: checkpoints know theirs."""
-    root, aside = tmp_path / "job", tmp_path / "aside"
-    if aside.exists():
-        shutil.rmtree(root)
-        shutil.copytree(aside, root)
-    else:
-        shutil.copytree(root, aside)
-    return root
 
 
 ENDS = ("create", "rename", "remove")
@@ -374,7 +363,7 @@ def test_a_kill_at_any_file_call_leaves_a_whole_checkpoint(tmp_path, monkeypatch
     for rank, names in enumerate(names_of_calls(tmp_path, monkeypatch, size)):
         after = [at + 1 for at, name in enumerate(names[:-1]) if name in ENDS]
         for at in range(len(names)) if every else sorted({*after[:: 13 if rank == 0 else 19], *after[-1:]}):
-            root = again(tmp_path)
+            root = restored_job(tmp_path)
             with monkeypatch.context() as patch:
                 calls = FaultyCalls(patch, rank=rank, at=at)
                 acted(size, root, calls, patch, dies=[rank])
@@ -400,7 +389,7 @@ def test_a_rank_that_dies_in_an_exchange_of_which_some_have_heard_leaves_a_whole
     run(3, save, tmp_path / "job", 1, patch=monkeypatch)
     versions, at, reached = set(), 0, True
     while reached:
-        root = again(tmp_path)
+        root = restored_job(tmp_path)
         with monkeypatch.context() as patch:
             calls = FaultyCalls(patch)
             torn = Torn(at, 2, frozenset([unheard]), calls)
@@ -457,7 +446,7 @@ def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all_and_leaves_the_check
     run(2, save, tmp_path / "job", 1, patch=monkeypatch)
     at, failed, reached = stride // 3, 0, True
     while reached:
-        root = again(tmp_path)
+        root = restored_job(tmp_path)
         with monkeypatch.context() as patch:
             full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             calls = FaultyCalls(patch, rank=failing, at=at, error=full, once=True)

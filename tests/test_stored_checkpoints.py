@@ -16,7 +16,7 @@ from oneemb.storage.objects import marks, push as push_module
 from oneemb.storage.objects.manifests import get_part, names_in, newest_in, part_keys_in
 from oneemb.storage.objects.object_store import ObjectStore
 from tests.support.rank_jobs import killed
-from tests.support.thread_ranks import FaultyCalls, run_ranks
+from tests.support.thread_ranks import FaultyCalls, restored_job, run_ranks
 from tests.test_rank_checkpoints import FEW, STEP, Filled, expected, run, together
 from tests.test_train_graph_checkpoint import IDS, graph_at, state_of
 
@@ -269,17 +269,6 @@ def test_a_checkpoint_that_was_moved_with_its_rows_finds_them_beside_it(tmp_path
 # ---- kills, failures and damage --------------------------------------------------------------------------------------
 
 
-def again(tmp_path):
-    """The folder of a job, with its disks and its store, as it was when this was first called."""
-    root, aside = tmp_path / "job", tmp_path / "aside"
-    if aside.exists():
-        shutil.rmtree(root)
-        shutil.copytree(aside, root)
-    else:
-        shutil.copytree(root, aside)
-    return root
-
-
 @pytest.mark.parametrize(
     ("size", "every"),
     [(0, 23), (2, 41), pytest.param(0, 1, marks=pytest.mark.slow), pytest.param(2, 3, marks=pytest.mark.slow)],
@@ -287,7 +276,7 @@ def again(tmp_path):
 def test_a_kill_at_any_file_call_leaves_a_whole_checkpoint_in_the_store(tmp_path, monkeypatch, size, every):
     url = f"file://{tmp_path}/job/bucket/c.pt"
     run(size, lambda ranks: save(ranks, tmp_path / "job", size, url, 1), patch=monkeypatch)
-    root, seen = again(tmp_path), set()
+    root, seen = restored_job(tmp_path), set()
 
     def act(ranks, calls):
         graph = Filled(ranks if size else None, disks(root, size)).have(2)
@@ -304,7 +293,7 @@ def test_a_kill_at_any_file_call_leaves_a_whole_checkpoint_in_the_store(tmp_path
         counts = [len(calls.of(rank)) for rank in range(max(1, size))]
     for dead, count in enumerate(counts):
         for at in sorted({*range(dead, count, every), *range(count - 3, count)}):
-            again(tmp_path)
+            restored_job(tmp_path)
             with monkeypatch.context() as patch:
                 calls = FaultyCalls(patch, rank=dead, at=at)
                 run_ranks(max(1, size), act, calls, patch=patch, dies=(dead,))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from oneemb.data.source import BadRowError, Piece
+from oneemb.data.source import BadRowError, Piece, check_column
 from oneemb.hashing import hash_ids
 
 _64_BITS = (1 << 64) - 1
@@ -204,10 +204,7 @@ class _Reader:
 
     def _array(self, name: str) -> Any:
         """Array of a column, without chunks."""
-        names = self._piece.rows.schema.names
-        if names.count(name) != 1:
-            has = f"it has {', '.join(map(repr, names))}" if name not in names else "it has several"
-            raise BadRowError(f"{self._piece.place(0)}: there must be one column {name!r}; {has}")
+        check_column(name, self._piece.rows.schema.names, self._piece.place(0))
         array = self._piece.rows.column(name)
         if isinstance(array, self._pa.ChunkedArray):
             array = array.combine_chunks()

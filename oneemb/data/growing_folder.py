@@ -8,14 +8,7 @@ from typing import Any
 
 from oneemb.data.files import files_of
 from oneemb.data.row_groups import RowGroups, file_identity
-from oneemb.data.source import (
-    POLL_S,
-    ChangedSourceError,
-    Piece,
-    Position,
-    read_stretches,
-    share_stretches,
-)
+from oneemb.data.source import POLL_S, ChangedSourceError, Piece, Position, gone_file, read_stretches, share_stretches
 from oneemb.kernels.extras import need
 
 _FIRST = ["", 0, 0, ""]
@@ -60,7 +53,7 @@ class GrowingFolder:
                     if end is not None and name >= end[0]:
                         return
                 if end is not None:
-                    raise self._gone(end[0])
+                    raise gone_file(f"{end[0]} of {self.name}")
                 yield None
                 time.sleep(POLL_S)
 
@@ -78,13 +71,8 @@ class GrowingFolder:
             )
         known |= names | {at[0]}
         if at[0] and at[1] != _ALL and at[0] not in names:
-            raise self._gone(at[0])
+            raise gone_file(f"{at[0]} of {self.name}")
         return [(name, path) for name, path in files if (name, 0) >= (at[0], at[1] == _ALL)]
-
-    def _gone(self, name: str) -> ChangedSourceError:
-        return ChangedSourceError(
-            f"{name} of {self.name} must stay until the loader has read it, and is gone; restore it"
-        )
 
 
 def _read_file(

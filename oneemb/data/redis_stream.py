@@ -11,14 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from oneemb.data.lines import columns_of, parse_json, parse_strings, schema_of
-from oneemb.data.source import (
-    POLL_S,
-    ChangedSourceError,
-    Piece,
-    Position,
-    read_stretches,
-    share_stretches,
-)
+from oneemb.data.source import POLL_S, ChangedSourceError, Piece, Position, read_stretches, share_stretches
 from oneemb.kernels.extras import need
 
 _ENTRIES = 8192

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from oneemb.data.source import PIECE_ROWS, BadRowError, ChangedSourceError
+from oneemb.data.source import PIECE_ROWS, check_column, gone_file
 from oneemb.kernels.extras import need
 
 _END_BYTES = 65_536
@@ -24,7 +24,7 @@ def file_identity(path: str) -> str:
             file.seek(max(0, size - _END_BYTES))
             return f"{size}-{zlib.crc32(file.read()):08x}"
     except FileNotFoundError as error:
-        raise ChangedSourceError(f"{path} must stay until the loader has read it, and is gone; restore it") from error
+        raise gone_file(path) from error
 
 
 class RowGroups:
@@ -66,9 +66,7 @@ class RowGroups:
         try:
             yield
         except FileNotFoundError as error:
-            raise ChangedSourceError(
-                f"{self.path} must stay until the loader has read it, and is gone; restore it"
-            ) from error
+            raise gone_file(self.path) from error
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{self.path} must be a whole Parquet or Arrow file: {error}; write it again") from error
 
@@ -91,11 +89,7 @@ class RowGroups:
             ValueError: the file is damaged.
         """
         for name in columns:
-            if self._names.count(name) != 1:
-                has = f"it has {', '.join(map(repr, self._names))}" if name not in self._names else "it has several"
-                raise BadRowError(
-                    f"{self.path}, row group {group}, row {begin}: there must be one column {name!r}; {has}"
-                )
+            check_column(name, self._names, f"{self.path}, row group {group}, row {begin}")
         at = 0
         with contextlib.closing(self._parts(group, columns)) as parts:
             while at < end:

@@ -27,6 +27,18 @@ class ChangedSourceError(RuntimeError):
     """Rows at the position of a loader are gone, or are not the rows that were there."""
 
 
+def check_column(name: str, names: Sequence[str], place: str) -> None:
+    """Raise BadRowError unless one of the columns `names` has this name. `place`: where the first row stands."""
+    if names.count(name) != 1:
+        has = f"it has {', '.join(map(repr, names))}" if name not in names else "it has several"
+        raise BadRowError(f"{place}: there must be one column {name!r}; {has}")
+
+
+def gone_file(path: str) -> ChangedSourceError:
+    """Error about a file that was removed before the loader had read it."""
+    return ChangedSourceError(f"{path} must stay until the loader has read it, and is gone; restore it")
+
+
 @dataclass(frozen=True)
 class Piece:
     """Rows that a source has read."""

@@ -10,6 +10,7 @@ others see what a broken connection gives. What they hold open is given up as th
 
 import gc
 import os
+import shutil
 import threading
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -122,6 +123,17 @@ class _Received:
         tensor = self._tensors.pop(0)
         assert (len(tensor), tensor.dtype) == (count, dtype)
         return tensor
+
+
+def restored_job(tmp_path):
+    """The folder `job` as it was when this was first called, at the same path: checkpoints know theirs."""
+    root, aside = tmp_path / "job", tmp_path / "aside"
+    if aside.exists():
+        shutil.rmtree(root)
+        shutil.copytree(aside, root)
+    else:
+        shutil.copytree(root, aside)
+    return root
 
 
 def run_ranks(size, function, *args, patch=None, dies=(), torn=None):
