@@ -141,6 +141,18 @@ def test_one_layer_takes_over_deltas_that_were_missed(job):
     assert len(layers_in(job.folder + "/serving")) == 1
 
 
+def test_a_row_that_is_erased_and_trained_again_in_missed_deltas_is_there(job):
+    served, ids = opened(job), torch.arange(20)
+    keys = ids.repeat(TABLES), torch.arange(TABLES, dtype=torch.int32).repeat_interleave(20)
+    for n in range(2):
+        for table in range(TABLES):
+            job.embedding.erase(ids, table)
+        job.train(np.arange(20 * n))
+        job.saved += 1
+        job.embedding.save_delta(str(job.saved), since=str(job.saved - 1))
+    assert served.refresh() and same(served, job, keys) and layers_in(job.folder + "/serving")
+
+
 def test_large_changes_make_a_whole_file(job):
     served = opened(job)
     job.delta(ROWS)
@@ -239,6 +251,7 @@ def test_more_versions_in_use_than_have_places_are_mapped_anew(job, tmp_path):
             assert model.refresh() and same(model, job, keys)
             versions.append((model.current, model(*keys)))
         assert len({id(version.rows["0"].base) for version, _ in versions}) > 1
+        assert len({version.rows["0"].base.path for version, _ in versions}) == 1
         for version, answer in versions:
             assert torch.equal(version(*keys), answer)
 
