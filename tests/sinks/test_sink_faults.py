@@ -1,6 +1,7 @@
 """Faults of sinks and kills: a sink shows the version before or the new one, completely, and goes on."""
 
 import errno
+import functools
 import json
 import os
 import threading
@@ -348,10 +349,18 @@ def test_readers_of_the_server_see_one_version_at_any_time(job, redis_server):
     assert not torn and len(seen) > 1
 
 
-# ---- FAISS -----------------------------------------------------------------------------------------------------------
+# ---- indexes ---------------------------------------------------------------------------------------------------------
 
 
-def faiss_rows(job, name):
+LIBRARIES = {
+    "Flat": functools.partial(oneemb.sinks.Faiss, index="Flat"),
+    "HNSW16": functools.partial(oneemb.sinks.Faiss, index="HNSW16"),
+    "IVF2,Flat": functools.partial(oneemb.sinks.Faiss, index="IVF2,Flat"),
+    "usearch": functools.partial(oneemb.sinks.Usearch, expansion_search=512),
+}
+
+
+def rows_of_index(job, name):
     rows = {id: np.frombuffer(row, np.float32) for (table, id), row in job.rows[name].items() if table == 1}
     return np.array(list(rows)), np.array(list(rows.values()))
 
@@ -360,9 +369,9 @@ def nearest(ids, rows, query, k):
     return [ids[np.argsort(((rows - one) ** 2).sum(1), kind="stable")[:k]].tolist() for one in query]
 
 
-@pytest.mark.parametrize("index", ["Flat", "HNSW16", "IVF2,Flat"])
+@pytest.mark.parametrize("index", LIBRARIES)
 def test_searches_give_the_live_ids_of_one_version(job, tmp_path, index):
-    sink = oneemb.sinks.Faiss(tmp_path / "faiss", index, table=1, inner_product=False, rebuild=0.9)
+    sink = LIBRARIES[index](tmp_path / "index", table=1, inner_product=False, rebuild=0.9)
     query = np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32)
     with publishing(job, sink) as publisher:
         for n in range(2, 8):
@@ -371,7 +380,7 @@ def test_searches_give_the_live_ids_of_one_version(job, tmp_path, index):
             if index.startswith("IVF"):
                 sink.view.index.nprobe = 2
             score, found, version = sink.search(query, 7)
-            ids, rows = faiss_rows(job, f"v{n}")
+            ids, rows = rows_of_index(job, f"v{n}")
             assert version.name == f"v{n}"
             assert found.tolist() == nearest(ids, rows, query, 7)
             if "HNSW" not in index:
@@ -382,70 +391,69 @@ def test_searches_give_the_live_ids_of_one_version(job, tmp_path, index):
         assert not sink.view.live_P.all()
 
 
-def test_an_index_with_many_dead_positions_is_built_anew(job, tmp_path):
-    sink = oneemb.sinks.Faiss(tmp_path / "faiss", "Flat", table=1, inner_product=False, rebuild=0.3)
+@pytest.mark.parametrize("index", ["Flat", "usearch"])
+def test_an_index_with_many_dead_positions_is_built_anew(job, tmp_path, index):
+    sink = LIBRARIES[index](tmp_path / "index", table=1, inner_product=False, rebuild=0.3)
     with publishing(job, sink) as publisher:
         publisher.flush()
         built = [sink.view.index]
         for n in range(2, 10):
             job.save(f"v{n}")
             publisher.flush()
-            assert sink.view.live_P.sum() == len(faiss_rows(job, f"v{n}")[0])
+            assert sink.view.live_P.sum() == len(rows_of_index(job, f"v{n}")[0])
             assert sink.view.live_P.mean() >= 0.7
             if sink.view.index is not built[-1]:
                 built.append(sink.view.index)
         assert 1 < len(built) < 9
 
 
+@pytest.mark.parametrize("index", ["Flat", "usearch"])
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError("std::bad_alloc")])
-def test_an_index_that_runs_out_of_memory_answers_with_the_version_before(job, tmp_path, error):
-    sink = oneemb.sinks.Faiss(tmp_path / "faiss", "Flat", table=1, inner_product=False)
+def test_an_index_that_runs_out_of_memory_answers_with_the_version_before(job, tmp_path, error, index):
+    sink = LIBRARIES[index](tmp_path / "index", table=1, inner_product=False)
     query = np.zeros((1, 4), np.float32)
     publisher = publishing(job, sink)
     publisher.flush()
     real, before = sink.view.index, sink.search(query, 50)
     job.save("v2")
 
-    class Full:
-        def __getattr__(self, name):
-            return getattr(real, name)
+    def fails(*arrays, **options):
+        add(*(array[: len(array) // 2] for array in arrays), **options)
+        raise error
 
-        def add(self, vectors):
-            real.add(vectors[: len(vectors) // 2])
-            raise error
-
-    view = sink.view
-    view.index.add = Full().add
+    add, real.add = real.add, fails
     with pytest.raises(oneemb.PublishError):
         publisher.flush()
     after = sink.search(query, 50)
     assert after[1].tolist() == before[1].tolist() and after[2].name == "v1"
     publisher.flush()
-    ids, rows = faiss_rows(job, "v2")
+    ids, rows = rows_of_index(job, "v2")
     assert sink.search(query, 7)[1].tolist() == nearest(ids, rows, query, 7)
     assert sink.view.index is not real, "an index that failed is not used again"
     publisher.close()
 
 
-def test_a_damaged_index_is_an_error_that_names_the_file(job, tmp_path):
-    folder = tmp_path / "faiss"
-    flush(job, oneemb.sinks.Faiss(folder, "Flat"))
-    for suffix in (".faiss", ".ids"):
+@pytest.mark.parametrize("index", ["Flat", "usearch"])
+def test_a_damaged_index_is_an_error_that_names_the_file(job, tmp_path, index):
+    folder, make = tmp_path / "index", LIBRARIES[index]
+    flush(job, make(folder))
+    for suffix in (".usearch" if index == "usearch" else ".faiss", ".ids"):
         (path,) = folder.glob(f"*{suffix}")
         data = path.read_bytes()
         for n in range(0, len(data), 41):
             path.write_bytes(data[:n] + bytes([data[n] ^ 1]) + data[n + 1 :])
             with pytest.raises(oneemb.CorruptTableError, match=path.name):
-                oneemb.sinks.Faiss(folder, "Flat").refresh()
+                make(folder).refresh()
         path.write_bytes(data[:-1])
         with pytest.raises(oneemb.CorruptTableError, match=path.name):
-            oneemb.sinks.Faiss(folder, "Flat").refresh()
+            make(folder).refresh()
         path.write_bytes(data)
-    assert oneemb.sinks.Faiss(folder, "Flat").refresh().name == "v1"
+    assert make(folder).refresh().name == "v1"
 
 
-def test_searches_go_on_while_versions_are_added(job, tmp_path):
-    sink = oneemb.sinks.Faiss(None, "HNSW16", table=1, inner_product=False)
+@pytest.mark.parametrize("index", ["HNSW16", "usearch"])
+def test_searches_go_on_while_versions_are_added(job, index):
+    sink = LIBRARIES[index](None, table=1, inner_product=False)
     query, wrong, seen = np.zeros((3, 4), np.float32), [], set()
     with publishing(job, sink) as publisher:
         publisher.flush()
@@ -455,7 +463,7 @@ def test_searches_go_on_while_versions_are_added(job, tmp_path):
             while not done.is_set():
                 _, found, version = sink.search(query, 5)
                 seen.add(version.name)
-                ids, rows = faiss_rows(job, version.name)
+                ids, rows = rows_of_index(job, version.name)
                 if found.tolist() != nearest(ids, rows, query, 5):
                     wrong.append(version.name)
 

@@ -16,7 +16,13 @@ from oneemb.storage.serving.served_file import ServedFile
 from oneemb.storage.table.snapshot_reader import read_snapshot_info
 
 DIM, PREFIX = 4, "sink"
-KINDS = ["function", "redis", "redis in pieces", "parquet", "safetensors", "served", "table", "faiss"]
+KINDS = ["function", "redis", "redis in pieces", "parquet", "safetensors", "served", "table", "faiss", "usearch"]
+
+INDEXES = {
+    "faiss": lambda folder, **options: oneemb.sinks.Faiss(folder, "Flat", **options),
+    "usearch": lambda folder, **options: oneemb.sinks.Usearch(folder, expansion_search=512, **options),
+}
+"""{kind: function that makes a sink whose searches find all rows of a small job}."""
 
 
 class Job:
@@ -96,14 +102,14 @@ class Place:
             self.make = functools.partial(oneemb.sinks.Table, folder / "table")
             self.read = functools.partial(read_table, folder / "table")
         else:
-            make = functools.partial(oneemb.sinks.Faiss, folder / "faiss", "Flat", table=1, inner_product=False)
+            make = functools.partial(INDEXES[kind], folder / kind, table=1, inner_product=False)
             self.make = make
-            self.read = lambda: read_faiss(make(), 1)
+            self.read = lambda: read_index(make(), 1)
 
     def check(self, job, name):
         """Whether the sink shows the rows of a version of a job."""
         rows = job.rows[name]
-        if self.kind == "faiss":
+        if self.kind in INDEXES:
             rows = {key: row for key, row in rows.items() if key[0] == 1}
         shown = self.read()
         assert shown[0] == name
@@ -219,7 +225,7 @@ def read_table(folder):
     return newest, rows
 
 
-def read_faiss(sink, table):
+def read_index(sink, table):
     """Rows of one table that an exact index finds, each by its own vector."""
     view = sink.view
     everything = np.zeros((1, DIM), np.float32)
@@ -227,4 +233,5 @@ def read_faiss(sink, table):
     found = ids[0][np.isfinite(score[0]) & (score[0] < 3e38)].tolist()
     assert len(found) == len(set(found))
     places = {int(view.id_P[place]): place for place in np.flatnonzero(view.live_P)}
-    return version.name, {(table, id): view.index.reconstruct(int(places[id])).tobytes() for id in found}
+    get = view.index.get if hasattr(view.index, "get") else view.index.reconstruct
+    return version.name, {(table, id): get(int(places[id])).tobytes() for id in found}
