@@ -8,7 +8,7 @@ full, the shard with the most keys in it is merged: its blocks are read, the key
 are written again, so that a call does the work of a few shards. Keys in the spill of the compact index stay in memory,
 and so do the keys of tables from 255 on.
 
-Which shards are hot is decided by number, for the hash spreads keys evenly: those with low numbers stay.
+Shards with low numbers stay hot. Any others would do as well, since the hash spreads keys evenly.
 
 The limit holds for blocks in memory, the overlay, which may take a quarter of it, and the filters. Filters, about 1.6
 bytes for a key in the file, and the overlay's least size are never given up, so a limit below these is not kept. A

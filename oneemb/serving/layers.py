@@ -69,8 +69,8 @@ def files_in(folder: str, kind: str) -> list[VersionFile]:
 
 
 def files_of(identity: str, files: Sequence[VersionFile]) -> list[VersionFile] | None:
-    """Files of the version of an identity: the whole file, then the layers, the oldest first; None = there are none.
-    Where there are several, the one with the newest whole file, and the fewest layers."""
+    """Files of the version of an identity: the whole file, then the layers, the oldest first; None = there are none. Of
+    several such lists, the one with the newest whole file, then with the fewest layers."""
     found = []
     for one in files:
         if one.identity == identity:
@@ -84,8 +84,8 @@ def files_of(identity: str, files: Sequence[VersionFile]) -> list[VersionFile] |
 
 
 def nearest_files(snapshot: PartedSnapshot, files: Sequence[VersionFile]) -> tuple[list[VersionFile], int]:
-    """Files of the version from which the one of a delta is made, and the number of the deltas of its chain which that
-    version has; ([], 0) = there is none. It is the one with the newest whole file, and then the newest one."""
+    """Files of the version from which a delta's version is made, and the number of links of the delta's chain that this
+    version has; ([], 0) = no version is there. The newest whole file decides, then the newest version."""
     found: list[tuple[int, int, list[VersionFile]]] = []
     for n, link in enumerate((*snapshot.before, snapshot), 1):
         made = files_of(link.info.identity, files)
