@@ -122,7 +122,7 @@ def remove_left(new: str) -> None:
         return
     fs = LocalFileSystem()
     with suppress(OSError):
-        lock = fs.lock(new)
+        lock = fs.lock(new, exists=True)
         try:
             _remove(new)
         finally:
@@ -159,9 +159,9 @@ class Pull:
             with doing("make the folder", new):
                 self._fs.make_directories(new)
                 try:
-                    self._lock = self._fs.lock(new)
-                except FileNotFoundError:
-                    continue  # Another pull has ended, and has removed its folder.
+                    self._lock = self._fs.lock(new, exists=True)
+                except (FileNotFoundError, IsADirectoryError):
+                    continue  # Another pull has ended and removed its folder, which others may have made again.
                 except BlockingIOError:
                     raise LockedError(
                         f"{new.removesuffix('.pull')} must have one pull at a time; wait until the other has ended"

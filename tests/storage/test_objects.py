@@ -471,6 +471,22 @@ def test_what_a_killed_pull_of_another_table_has_left_is_not_taken(tmp_path, url
     assert held_at(tmp_path / "copy")["a"] == held["a"]
 
 
+def test_a_folder_that_another_pull_removes_as_this_one_begins_is_made_again(tmp_path, url, monkeypatch):
+    held = saved_table(tmp_path / "live", "a")
+    push(tmp_path / "live", url)
+    make, new, removed = LocalFileSystem.make_directories, tmp_path / "copy.pull", []
+
+    def made(fs, path):
+        make(fs, path)
+        if path == str(new) and not removed:
+            removed.append(path)
+            os.rmdir(path)
+
+    monkeypatch.setattr(LocalFileSystem, "make_directories", made)
+    pull(url, tmp_path / "copy")
+    assert removed and held_at(tmp_path / "copy") == held and not new.exists()
+
+
 @pytest.mark.parametrize("before", ["a pull", "a pull of another table"])
 def test_a_pull_that_is_killed_while_it_removes_its_files_is_continued(tmp_path, url, monkeypatch, before):
     held = saved_table(tmp_path / "live", "a")
