@@ -66,8 +66,10 @@ class Changes:
 
         Raises:
             StorageError: files of the version are damaged, or the job has deleted the version meanwhile.
+            ValueError: the version has no table of one of these numbers.
         """
         row_format = self.rows.format
+        self._check_tables(tables)
         for table_N, id_N, row_NW in self._scan(batch_size):
             self.check_wanted()
             if tables is not None:
@@ -104,6 +106,14 @@ class Changes:
     def whole(self) -> "Changes":
         """All rows of the same version, for a sink that wants to be built anew."""
         return Changes(self.snapshot, True, self._stop)
+
+    def _check_tables(self, tables: Sequence[int] | None) -> None:
+        described = (self.snapshot.info.meta.get("embedding") or {}).get("tables")
+        if tables is not None and described is not None and not set(tables) <= set(range(len(described))):
+            raise ValueError(
+                f"tables must be some of 0 to {len(described) - 1}, the tables of {self.version.name!r}, got"
+                f" {list(tables)}"
+            )
 
     def check_wanted(self) -> None:
         """Raise StoppedError if nobody wants the changes any more, since the publisher is closed."""

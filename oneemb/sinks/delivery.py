@@ -52,7 +52,7 @@ class Delivery:
         self._lock = threading.Lock()
         self._shown: TableVersion | None = None
         self._count = {"versions": 0, "rows": 0, "wholes": 0, "errors": 0}
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         """Error of the last call of `run`; None = the sink showed the newest version."""
 
     def run(self, stop: Callable[[], bool]) -> None:
@@ -63,11 +63,13 @@ class Delivery:
                 self.error = None
             except StoppedError:
                 pass
-            except Exception as error:
+            except BaseException as error:
                 self._count["errors"] += 1
                 if str(error) != str(self.error):
                     _log.warning("%s is not up to date: %s: %s", self.sink.name, type(error).__name__, error)
                 self.error = error
+                if not isinstance(error, Exception):  # Ctrl-C of the caller, or a function that has ended its thread.
+                    raise
 
     def _run(self, stop: Callable[[], bool]) -> None:
         looks = 0
@@ -112,7 +114,7 @@ class Delivery:
         backlog, error, now = self.backlog(), self.error, time.time()
         return {
             "version": None if self._shown is None else self._shown.name,
-            "lag_s": max((now - changes.snapshot.info.created for changes in backlog), default=0.0),
+            "lag_s": max((0.0, *(now - changes.snapshot.info.created for changes in backlog))),
             "backlog_versions": len(backlog),
             "backlog_rows": sum(changes.num_rows for changes in backlog),
             "backlog_bytes": sum(changes.nbytes for changes in backlog),

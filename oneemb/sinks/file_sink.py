@@ -5,13 +5,15 @@
     <sequence>-<identity>.gone.parquet             keys that have no row any more: keys, tables
 
     {"format": 1, "versions": [{"version": {...}, "whole": true, "rows": file, "gone": file or null, "num_rows": n,
-     "num_gone": n}, ...], "former": [files of the versions before the first one]}
+     "num_gone": n}, ...], "choice": {tables, state and format of the rows},
+     "former": [files of the versions before the first one]}
 
 Invariants:
 - the manifest is replaced, atomically, after the files that it names are durable;
 - files of a manifest are removed two whole versions later, so a reader of a manifest can read its files.
 """
 
+import re
 from contextlib import suppress
 from functools import partial
 from typing import IO, Any, Literal
@@ -24,13 +26,14 @@ from oneemb.rows.files_parquet import ParquetWriter
 from oneemb.rows.files_safetensors import NewTensor, SafetensorsWriter, write_safetensors
 from oneemb.sinks.changes import Changes
 from oneemb.sinks.folder_lock import FolderLock
-from oneemb.sinks.version import TableVersion, read_json, write_json
+from oneemb.sinks.version import TableVersion, choice_of, read_json, write_json
 from oneemb.storage.errors import CorruptTableError, FormatVersionError
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path, doing
 from oneemb.storage.new_files import new_files
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 _FORMAT = 1
+_OURS = re.compile(r"\d{12,}-[0-9a-f]{32}(-all)?(\.gone)?\.(parquet|safetensors)(\.tmp)?")
 
 
 class FileSink:
@@ -62,7 +65,8 @@ class FileSink:
         need("pyarrow.parquet" if format == "parquet" else "safetensors", f"a folder of {format} files", format)
         self.name = self._folder = absolute_path(folder)
         self._fs, self._format = LocalFileSystem(), format
-        self._tables, self._with_state = tables, with_state
+        self._choice = choice_of(tables, with_state) | {"format": format}
+        self._tables, self._with_state = self._choice["tables"], with_state
         self._merge_after, self._merge_share = merge_after, merge_share
         self._lock = FolderLock(self._fs, self._folder)
 
@@ -75,8 +79,11 @@ class FileSink:
         )
 
     def version(self) -> TableVersion | None:
-        versions = self._manifest()["versions"]
-        return TableVersion.of_fields(versions[-1]["version"], self._path) if versions else None
+        manifest = self._manifest()
+        versions = manifest["versions"]
+        if not versions or manifest.get("choice", self._choice) != self._choice:
+            return None  # Files of another choice lack rows.
+        return TableVersion.of_fields(versions[-1]["version"], self._path)
 
     def apply(self, changes: Changes) -> None:
         self._lock.take()
@@ -96,7 +103,9 @@ class FileSink:
         versions, former = [*manifest["versions"], entry], manifest["former"]
         if changes.is_whole:
             versions, former = [entry], _files_of(manifest["versions"])
-        write_json(self._fs, self._path, {"format": _FORMAT, "versions": versions, "former": former})
+        write_json(
+            self._fs, self._path, {"format": _FORMAT, "choice": self._choice, "versions": versions, "former": former}
+        )
         self._remove_others({*_files_of(versions), *former})
 
     def close(self) -> None:
@@ -159,10 +168,9 @@ class FileSink:
             write_safetensors(out, tensors, {})
 
     def _remove_others(self, kept: set[str]) -> None:
-        """Remove files that the manifest does not name, such as those of killed publishers."""
+        """Remove files of sinks that the manifest does not name, such as those of killed publishers."""
         for file in self._fs.names(self._folder):
-            is_ours = file.endswith((self._format, f"{self._format}.tmp"))
-            if is_ours and file not in kept:
+            if _OURS.fullmatch(file) and file not in kept:
                 with suppress(OSError):
                     self._fs.remove(f"{self._folder}/{file}")
 

@@ -13,6 +13,7 @@ Invariants:
 - the manifest is replaced, atomically, after the files that it names are durable.
 """
 
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,7 +25,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.sinks.changes import Changes
 from oneemb.sinks.folder_lock import FolderLock
 from oneemb.sinks.turns import Turns
-from oneemb.sinks.version import TableVersion, read_json, write_json
+from oneemb.sinks.version import TableVersion, choice_of, read_json, write_json
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path, doing
 from oneemb.storage.hash_index import HashIndex
@@ -33,6 +34,7 @@ from oneemb.storage.new_files import new_files
 _ADDED = 1024
 """Vectors that are added while searches wait."""
 _READ_BYTES = 1 << 20
+_OURS = re.compile(r"\d{12,}-[0-9a-f]{32}\.(faiss|usearch|ids)(\.tmp)?")
 
 
 class IndexView(NamedTuple):
@@ -47,11 +49,15 @@ class IndexView(NamedTuple):
     """bool [P]: whether a search may find the position."""
     bit_N: np.ndarray
     """uint8: `live_P` as bits, the lowest first."""
+    choice: dict[str, Any]
+    """Table and library of the index, as its sink was made."""
 
     @classmethod
-    def of(cls, version: TableVersion, index: Any, id_P: np.ndarray, live_P: np.ndarray) -> "IndexView":
+    def of(
+        cls, version: TableVersion, index: Any, id_P: np.ndarray, live_P: np.ndarray, choice: dict[str, Any]
+    ) -> "IndexView":
         """View with these positions."""
-        return cls(version, index, id_P, live_P, np.packbits(live_P, bitorder="little"))
+        return cls(version, index, id_P, live_P, np.packbits(live_P, bitorder="little"), choice)
 
 
 class IndexLibrary(Protocol):
@@ -115,6 +121,7 @@ class IndexSink:
         self.name = f"{library.name} index of table {table}{'' if self._folder is None else f' in {self._folder}'}"
         self._library, self._table, self._vectors = library, table, vectors
         self._rebuild, self._save_every, self._keep = rebuild, save_every, keep
+        self._choice = choice_of([table], False) | {"library": library.name}
         self._fs = LocalFileSystem()
         self._lock = None if self._folder is None else FolderLock(self._fs, self._folder)
         self._view: IndexView | None = None
@@ -162,7 +169,7 @@ class IndexSink:
 
     def version(self) -> TableVersion | None:
         view = self._view or self._load_newest()
-        return None if view is None else view.version
+        return None if view is None or view.choice != self._choice else view.version
 
     def apply(self, changes: Changes) -> None:
         if self._lock is not None:
@@ -218,7 +225,7 @@ class IndexSink:
         for begin in range(0, len(vector_ND), _ADDED):
             changes.check_wanted()
             self._library.add(index, vector_ND[begin : begin + _ADDED])
-        return IndexView.of(changes.version, index, id_P, np.ones(len(id_P), np.bool_))
+        return IndexView.of(changes.version, index, id_P, np.ones(len(id_P), np.bool_), self._choice)
 
     def _dead_share(self, changes: Changes) -> float:
         """Share of dead positions once the changes are added."""
@@ -251,7 +258,7 @@ class IndexSink:
         changed_N = np.concatenate([id_N, gone_N])
         old_N = self._places_of(before).find(np.zeros(len(changed_N), np.int32), changed_N)
         live_P[old_N[old_N >= 0]] = False
-        return IndexView.of(changes.version, before.index, id_P, live_P)
+        return IndexView.of(changes.version, before.index, id_P, live_P, self._choice)
 
     def _places_of(self, view: IndexView) -> HashIndex:
         if self._places is None:
@@ -288,7 +295,8 @@ class IndexSink:
         if self._folder is None:
             return
         stem = f"{view.version.sequence:012d}-{view.version.identity}"
-        entry = {"version": view.version.to_fields(), "index": f"{stem}{self._library.suffix}", "ids": f"{stem}.ids"}
+        entry: dict[str, Any] = {"version": view.version.to_fields(), "choice": self._choice}
+        entry |= {"index": f"{stem}{self._library.suffix}", "ids": f"{stem}.ids"}
         others = [one for one in self._manifest() if one["index"] != entry["index"]]
         with doing("write an index in", self._folder):
             with new_files(f"{self._folder}/{entry['index']}", f"{self._folder}/{entry['ids']}") as files:
@@ -301,7 +309,7 @@ class IndexSink:
             write_json(self._fs, self._path, {"versions": versions})
             kept = {one[key] for one in versions for key in ("index", "ids")}
             for file in self._fs.names(self._folder):
-                if file.endswith((self._library.suffix, ".ids", ".tmp")) and file not in kept:
+                if _OURS.fullmatch(file) and file not in kept:
                     with suppress(OSError):
                         self._fs.remove(f"{self._folder}/{file}")
 
@@ -313,7 +321,7 @@ class IndexSink:
 
     def _on_disk(self, identity: str) -> IndexView | None:
         for one in self._manifest():
-            if one["version"].get("identity") == identity:
+            if one["version"].get("identity") == identity and one.get("choice", self._choice) == self._choice:
                 return self._load(one)
         return None
 
@@ -335,7 +343,7 @@ class IndexSink:
             index = self._library.read(file)
         with doing("read", ids_path), open(ids_path, "rb") as file:
             id_P, live_P = np.load(file, allow_pickle=False), np.load(file, allow_pickle=False)
-        return IndexView.of(version, index, id_P, live_P)
+        return IndexView.of(version, index, id_P, live_P, entry.get("choice", self._choice))
 
 
 class SummedFile:

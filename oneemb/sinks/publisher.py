@@ -124,6 +124,7 @@ class Publisher:
 
     def stats(self) -> dict[str, SinkStats]:
         """Figures of each sink: the version that it shows, its lag and backlog, and its errors. {name: figures}."""
+        self._check_process()
         return {name: delivery.stats() for name, delivery in self._deliveries.items()}
 
     def check(self) -> None:
@@ -201,12 +202,15 @@ class Publisher:
             delivery.sink.close()
 
     def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise StorageError("the publisher is closed; call publish again")
+
+    def _check_process(self) -> None:
         if self._process != os.getpid():
             raise ForkedProcessError(
                 "a publisher works in the process that made it, and this is a child of it; call publish here"
             )
-        if self._closed:
-            raise StorageError("the publisher is closed; call publish again")
 
     def __enter__(self) -> Self:
         return self

@@ -2,7 +2,7 @@
 
     {prefix}_table_{embedding}.{table}_gid_{id}_cid_0_osid_0    weights, float32
     {prefix}_table_{embedding}.{table}_gid_{id}_cid_0_osid_1    optimizer state, float32, if it is published
-    {prefix}_version                                            JSON: {"version": {...} or null, "piece": number}
+    {prefix}_version                                            JSON: {"version": {...} or null, "choice": {...}}
 
 Rows are written by transactions. Each one watches the key of the version and changes it. So a transaction that the
 server carries out late, or that a second publisher sends, is refused.
@@ -21,7 +21,7 @@ import numpy as np
 from oneemb.kernels.extras import need
 from oneemb.kernels.threads import Threads
 from oneemb.sinks.changes import Changes
-from oneemb.sinks.version import PublishError, TableVersion, load_json
+from oneemb.sinks.version import PublishError, TableVersion, choice_of, load_json
 from oneemb.storage.hash_index import HashIndex
 
 _PIECE_BYTES = 8 << 20
@@ -68,7 +68,8 @@ class RedisSink:
         if not self._url.prefix or self._url.cluster:
             raise ValueError(f"{self.name}: the URL of a sink must have a `prefix=` of its own, and no `cluster=true`")
         self._key = f"{self._url.prefix}_version".encode()
-        self._tables, self._with_state, self._atomic_bytes = tables, with_state, atomic_bytes
+        self._choice = choice_of(tables, with_state)
+        self._tables, self._with_state, self._atomic_bytes = self._choice["tables"], with_state, atomic_bytes
         self._client: Any = None
 
     def version(self) -> TableVersion | None:
@@ -78,13 +79,15 @@ class RedisSink:
             return None
         state = load_json(found, f"{self.name}, key {self._key.decode()}")
         shown = state.get("version", 0) if isinstance(state, dict) else state
+        if isinstance(state, dict) and state.get("choice", self._choice) != self._choice:
+            return None  # Rows that were not chosen before are missing.
         return None if shown is None else TableVersion.of_fields(shown, f"{self.name}, key {self._key.decode()}")
 
     def apply(self, changes: Changes) -> None:
         with _server_errors(self.name):
             client = self._connected()
             before = client.get(self._key)
-            done = json.dumps({"version": changes.version.to_fields()}).encode()
+            done = json.dumps({"version": changes.version.to_fields(), "choice": self._choice}).encode()
             index = HashIndex(Threads(1)) if changes.is_whole else None
             size = changes.num_rows * (_KEY_BYTES + 4 * changes.rows.format.storage_dim)
             if size <= self._atomic_bytes:
@@ -183,7 +186,11 @@ class RedisSink:
             if there:
                 table_N = np.array([table for _, table, _ in there], np.int32)
                 place_N = index.find(table_N, np.array([id for _, _, id in there], np.int64))
-                old = [key for (key, _, _), place in zip(there, place_N.tolist(), strict=True) if place < 0]
+                old = [
+                    key
+                    for (key, _, _), place in zip(there, place_N.tolist(), strict=True)
+                    if place < 0 or not self._with_state and key.endswith(b"_osid_1")
+                ]
                 if old:
                     yield old
 

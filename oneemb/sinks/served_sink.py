@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from oneemb.kernels.threads import Threads
 from oneemb.serving.build import check_formats, make_file
 from oneemb.sinks.changes import Changes
-from oneemb.sinks.version import TableVersion
+from oneemb.sinks.version import TableVersion, choice_of
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path, doing
 from oneemb.storage.serving.served_file import ServedFile
 
@@ -28,12 +28,16 @@ class ServedFileSink:
         self, path: AnyPath, dtype: str = "float32", *, tables: Sequence[int] | None = None, num_threads: int = 1
     ):
         self.name = self._path = absolute_path(path)
+        choice_of(tables, False)
         self._dtype, self._tables, self._threads = check_formats(dtype, "zeros"), tables, Threads(num_threads)
 
     def version(self) -> TableVersion | None:
         if not os.path.exists(self._path):
             return None
         info = ServedFile(self._path, threads=self._threads).info
+        tables = range(info.num_tables) if self._tables is None else self._tables
+        if info.tables != tuple(tables) or info.weights != (info.trained if self._dtype == "float32" else self._dtype):
+            return None  # The file was made with another choice.
         return TableVersion(info.name, info.identity, info.sequence, info.embedding.get("name", ""))
 
     def apply(self, changes: Changes) -> None:

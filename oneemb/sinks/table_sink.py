@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from oneemb.kernels.threads import Threads
 from oneemb.rows.values import encode_rows
 from oneemb.sinks.changes import Changes
-from oneemb.sinks.version import TableVersion
+from oneemb.sinks.version import TableVersion, choice_of
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows, without_part
@@ -34,12 +34,15 @@ class TableSink:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep must be a number of snapshots, 1 or more, got {keep!r}")
         self.name = self._folder = absolute_path(folder)
-        self._tables, self._with_state, self._keep = tables, with_state, keep
+        self._choice = choice_of(tables, with_state)
+        self._tables, self._with_state, self._keep = self._choice["tables"], with_state, keep
         self._table: PersistentTable | None = None
 
     def version(self) -> TableVersion | None:
         newest = self._newest()
-        return None if newest is None else _version_of(newest)
+        if newest is None or newest.meta.get("choice", self._choice) != self._choice:
+            return None  # A snapshot of another choice lacks rows.
+        return _version_of(newest)
 
     def apply(self, changes: Changes) -> None:
         rows = changes.with_state() if self._with_state else changes.without_state()
@@ -53,7 +56,7 @@ class TableSink:
             table.erase(*changes.gone(tables=self._tables))
             info = changes.snapshot.info
             meta = without_part(without_delta(info.meta, number_of(info)))
-            meta |= rows.to_meta(info.meta.get("embedding") or {})
+            meta |= rows.to_meta(info.meta.get("embedding") or {}) | {"choice": self._choice}
             table.save_snapshot(
                 changes.version.name, meta, overwrite=True, identity=changes.version.identity,
                 sequence=changes.version.sequence,

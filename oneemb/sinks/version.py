@@ -1,6 +1,8 @@
 """Version of a table that a sink shows, as the sink stores it beside the rows."""
 
 import json
+import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from oneemb.storage.errors import CorruptTableError, StorageError
@@ -45,6 +47,25 @@ class TableVersion(NamedTuple):
                 " a copy, or remove it, and the sink gets all rows again"
             )
         return cls(*(found[key] for key in kinds))
+
+
+def choice_of(tables: Sequence[int] | None, with_state: bool) -> dict[str, Any]:
+    """What a sink holds of each version, as a dict that JSON can hold. A sink stores it beside the version: a sink that
+    was made with another choice shows no version, and gets all rows.
+
+    Raises:
+        ValueError: `tables` are no numbers of tables.
+        TypeError: `with_state` is no bool.
+    """
+    if not isinstance(with_state, bool):
+        raise TypeError(f"with_state must be True or False, got {type(with_state).__name__} {with_state!r:.100}")
+    try:
+        numbers = None if tables is None else sorted({operator.index(table) for table in tables})
+    except TypeError as error:
+        raise ValueError(f"tables must be a list of numbers of tables, or None for all, got {tables!r:.100}") from error
+    if numbers is not None and (not numbers or numbers[0] < 0):
+        raise ValueError(f"tables must be one number or more, each 0 or more, or None for all, got {tables!r:.100}")
+    return {"tables": numbers, "with_state": with_state}
 
 
 def load_json(text: str | bytes, where: str) -> object:
