@@ -16,8 +16,8 @@ from tests.support.published import (
     PREFIX,
     Job,
     publishing,
-    read_faiss,
     read_files,
+    read_index,
     read_redis,
     read_served,
     read_table,
@@ -115,7 +115,7 @@ def test_an_index_of_another_table_is_built_anew(job, tmp_path, saves):
         job.save("v1")
     with publishing(job, oneemb.sinks.Faiss(tmp_path / "sink", table=1, **options)):
         pass
-    shown = read_faiss(oneemb.sinks.Faiss(tmp_path / "sink"), 1)  # a reader names no table
+    shown = read_index(oneemb.sinks.Faiss(tmp_path / "sink"), 1)  # a reader names no table
     assert shown == (newest, of_table(job.rows[newest], 1))
 
 
