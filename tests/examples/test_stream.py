@@ -17,6 +17,8 @@ pytest.importorskip("pyarrow")
 
 import stream as script
 
+import oneemb
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = ["--files", "3", "--clicks", "600", "--batch-size", "50", "--save-every", "2"]
 ASKED = "user=u1&item=i1&device=tv&hour=9"
@@ -128,6 +130,36 @@ def test_a_server_answers_from_the_newest_checkpoint_while_the_stream_goes_on(tm
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def test_the_index_has_the_nearest_items_of_the_newest_save_after_a_publisher_that_ended(tmp_path, capsys):
+    pytest.importorskip("faiss")
+    arguments = ["--workdir", str(tmp_path), *SMALL]
+    job = tmp_path / "job"
+    job.mkdir()
+    with pytest.raises(SystemExit, match="there is no index yet"):
+        script.main(["nearest", *arguments])
+    for _ in range(2):
+        script.main(["write", *arguments])
+        script.main(["train", *arguments])
+        with script.publisher_of(job, None):
+            pass
+        capsys.readouterr()
+        script.main(["nearest", "--item", "i1", *arguments])
+        assert capsys.readouterr().out.split() == nearest(job, "i1")
+
+
+def nearest(job, item):
+    """Names of the five items with a row whose products with the row of an item are largest."""
+    graph = script.ClickGraph(job / "rows")
+    graph.load(job / "model.pt")
+    rows = graph.model.rows
+    names = dict(zip(oneemb.hash_ids(script.NAMES).tolist(), script.NAMES, strict=True))
+    ids, table = rows.ids(table=1), torch.tensor(1)
+    scores = rows.read(ids, table) @ rows.read(oneemb.hash_ids([item]), table)[0]
+    best = [names[id] for id in ids[scores.argsort(descending=True)[:5]].tolist()]
+    rows.close()
+    return best
 
 
 def expected(job):

@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("faiss")
 pytest.importorskip("pyarrow")
-redis_process = pytest.importorskip("tests.support.redis_process")
+pytest.importorskip("redis")
 
-from tests.support import stream_soak
+from tests.support import redis_process, stream_soak
 
 
 def test_a_stream_with_kills_serves_and_publishes_what_one_without_trains(tmp_path, seed):

@@ -240,24 +240,38 @@ def publish(folder, port):
 
 
 class Part:
-    """A process that is killed at random times, and begun again at once."""
+    """A process that is killed at random times, and begun again at once.
 
-    def __init__(self, name, rng, life_s, begin, kill):
-        self.name, self._rng, self._life_s, self._begin, self._kill = name, rng, life_s, begin, kill
-        self.kills, self.deaths = 0, 0
-        self.grown_kb = 0
+    Args:
+        life_s: mean time from a begin to a kill: the process's own CPU time for a trainer, so that it trains on a busy
+            machine too.
+    """
+
+    def __init__(self, name, seed, life_s, begin, kill):
+        self.name, self._rng, self._life_s, self._begin, self._kill = (
+            name,
+            np.random.default_rng(seed),
+            life_s,
+            begin,
+            kill,
+        )
+        self.kills, self.grown_kb = 0, 0
         self.begin()
 
     def begin(self):
-        self.process = self._begin()
-        self.born = time.monotonic()
-        self.ends = self.born + min(0.3 + self._rng.exponential(self._life_s), 12 * self._life_s)
-        self._first_kb = None
+        self.process, self.born, self._first_kb = self._begin(), time.monotonic(), None
+        self._life = min(self._rng.exponential(self._life_s), 6 * self._life_s)
+
+    def age(self):
+        if self.name != "trainer":
+            return time.monotonic() - self.born
+        words = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2].split()
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
     def live(self, kills):
         """Kill the process if its time is over; one that has ended by itself is an error."""
         assert not hasattr(self.process, "exitcode") or self.process.exitcode is None, f"{self.name} ended by itself"
-        if kills and time.monotonic() > self.ends:
+        if kills and self.age() > self._life:
             self.kill()
             self.begin()
 
@@ -311,20 +325,24 @@ def run(folder, seed, seconds, kills, life_s):
             process.start()
             return process
 
-        return Part(name, np.random.default_rng([seed, len(parts)]), life_s, begin, kill_process)
+        return Part(name, [seed, len(parts)], life_s / 2 if name == "trainer" else life_s, begin, kill_process)
 
+    def begin_redis():
+        assert server.start(), server.said
+
+    server.kill()  # The part begins it.
     parts = []
     try:
         parts.append(part("trainer", train, job, stream, False))
         for name in ("server 1", "server 2"):
             parts.append(part(name, serve, job, folder / f"{name}.log"))
         parts.append(part("publisher", publish, job, server.port))
-        parts.append(Part("redis", np.random.default_rng([seed, 9]), life_s, server.start, lambda _: server.kill()))
+        parts.append(Part("redis", [seed, len(parts)], life_s, begin_redis, lambda _: server.kill()))
         return _soaked(folder, seconds, kills, parts, server)
     finally:
-        for one in parts[:-1]:
-            kill_process(one.process)
-        server.kill()
+        for one in parts:
+            one.kill()
+        server.stop()
 
 
 def saved_steps(job):
