@@ -26,7 +26,7 @@ import redis
 import torch
 
 import oneemb
-from tests.support.published import read_faiss
+from tests.support.published import read_index
 from tests.support.redis_process import RedisProcess
 
 DIM, ROWS, STEPS, PREFIX = 4, 32, 50, "sink"
@@ -282,7 +282,7 @@ class Part:
     def look(self):
         """Note how much memory of its own the process has come to have since it was 10 s old."""
         pid = getattr(self.process, "pid", None)
-        if pid is None or time.monotonic() < self.born + 10:
+        if pid is None or self.age() < 10:
             return
         kb = int(re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
         self._first_kb = kb if self._first_kb is None else self._first_kb
@@ -437,7 +437,7 @@ def checked(folder, files, server):
     print(f"{len(versions)} versions in SQLite, {sum(whole for _, whole, _ in versions)} whole, {skipped} steps passed")
     assert before == files * STEPS and digest_of_rows(rows) == saved[before][0]
     assert read_redis(server) == rows
-    name, found = read_faiss(index_of(job), 0)
+    name, found = read_index(index_of(job), 0)
     assert step_of(name) == before and found == {key: row for key, row in rows.items() if key[0] == 0}
     ever = torch.arange(20 * files + 800)
     with oneemb.InferenceEmbedding.open(job / "rows") as served:
