@@ -18,6 +18,7 @@ class FaissLibrary:
     def __init__(self, make: "str | Callable[[np.ndarray], Any]", inner_product: bool):
         self._faiss: Any = need("faiss", "a sink in a FAISS index", "faiss")
         self._make = make
+        self.choice = {"index": make if isinstance(make, str) else None, "inner_product": inner_product}
         self._metric = self._faiss.METRIC_INNER_PRODUCT if inner_product else self._faiss.METRIC_L2
 
     def made(self, vector_ND: np.ndarray) -> Any:

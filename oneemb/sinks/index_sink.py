@@ -67,6 +67,8 @@ class IndexLibrary(Protocol):
     """Name of the library, in figures and errors."""
     suffix: str
     """End of the name of an index file."""
+    choice: dict[str, Any]
+    """Arguments that a new index depends on; with others, the sink gets all rows."""
 
     def made(self, vector_ND: np.ndarray) -> Any:
         """Empty index for these vectors, trained if it needs to be."""
@@ -121,7 +123,7 @@ class IndexSink:
         self.name = f"{library.name} index of table {table}{'' if self._folder is None else f' in {self._folder}'}"
         self._library, self._table, self._vectors = library, table, vectors
         self._rebuild, self._save_every, self._keep = rebuild, save_every, keep
-        self._choice = choice_of([table], False) | {"library": library.name}
+        self._choice = choice_of([table], False) | {"library": library.name} | library.choice
         self._fs = LocalFileSystem()
         self._lock = None if self._folder is None else FolderLock(self._fs, self._folder)
         self._view: IndexView | None = None

@@ -25,11 +25,12 @@ class UsearchLibrary:
         num_threads: int,
     ):  # fmt: skip
         self._usearch: Any = need("usearch.index", "a sink in a usearch index", "usearch")
-        self._inner_product, self._threads = inner_product, num_threads
-        self._options = {
+        self._threads = num_threads
+        self._options: dict[str, Any] = {
             "metric": "ip" if inner_product else "l2sq", "dtype": dtype, "connectivity": connectivity,
             "expansion_add": expansion_add, "expansion_search": expansion_search,
         }  # fmt: skip
+        self.choice = {key: value for key, value in self._options.items() if key != "expansion_search"}
         # A search of usearch may reserve memory in the index, and two may take the same thread's buffers.
         self._lock = threading.Lock()
 
@@ -46,7 +47,8 @@ class UsearchLibrary:
 
     def search(self, view: IndexView, query_QD: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         index, total = view.index, len(view.index)
-        score_QK = np.full((len(query_QD), k), -np.inf if self._inner_product else np.inf, np.float32)
+        inner_product = index.metric_kind == self._usearch.MetricKind.IP  # a reader may have been made without it
+        score_QK = np.full((len(query_QD), k), -np.inf if inner_product else np.inf, np.float32)
         place_QK = np.full((len(query_QD), k), -1, np.int64)
         num_live = int(view.live_P.sum())
         if not len(query_QD) or not num_live:
@@ -65,7 +67,7 @@ class UsearchLibrary:
         row_QN = np.arange(len(query_QD))[:, None]
         live_QN, place_QN, distance_QN = (its[row_QN, column_QN] for its in (live_QN, place_QN, distance_QN))
         into = (slice(None), slice(live_QN.shape[1]))
-        np.copyto(score_QK[into], 1 - distance_QN if self._inner_product else distance_QN, where=live_QN)
+        np.copyto(score_QK[into], 1 - distance_QN if inner_product else distance_QN, where=live_QN)
         np.copyto(place_QK[into], place_QN, where=live_QN)
         return score_QK, place_QK
 

@@ -6,8 +6,10 @@ import os
 import sys
 import time
 
+import numpy as np
 import pytest
 import redis
+import torch
 
 import oneemb
 from oneemb.storage.errors import ForkedProcessError
@@ -117,6 +119,18 @@ def test_an_index_of_another_table_is_built_anew(job, tmp_path, saves):
         pass
     shown = read_index(oneemb.sinks.Faiss(tmp_path / "sink"), 1)  # a reader names no table
     assert shown == (newest, of_table(job.rows[newest], 1))
+
+
+@pytest.mark.parametrize("make", [oneemb.sinks.Faiss, oneemb.sinks.Usearch])
+def test_an_index_of_another_metric_is_built_anew(job, tmp_path, make):
+    ids = job.embedding.ids(table=0)
+    rows = job.embedding.read(ids, torch.tensor(0)).numpy()
+    expected = {True: rows.sum(1).max(), False: ((rows - 1) ** 2).sum(1).min()}
+    for inner_product, score in expected.items():
+        with publishing(job, make(tmp_path / "sink", inner_product=inner_product)):
+            pass
+        shown = make(tmp_path / "sink").search(np.ones((1, 4), np.float32), 1)[0]  # a reader names no metric
+        np.testing.assert_allclose(shown, score, rtol=1e-5)
 
 
 @pytest.mark.parametrize("tables", [[2], [0, 7]])
