@@ -255,6 +255,7 @@ class LiveRows:
     def release(self) -> None:
         """Release all chunks and the index. The object has none afterwards; a compaction that waited may still ask for
         them."""
+        self._pending.wait()  # Its thread uses the file of the index, which other rows may use from now on.
         for chunk in self._extents:
             self._files.need(chunk, live_rows=-1)
             self._files.release(chunk)

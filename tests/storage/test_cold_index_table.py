@@ -1,5 +1,6 @@
 """A table whose index is on disk: crashes, failed calls, damage, forks, interrupts, and the same rows as any table."""
 
+import concurrent.futures
 import errno
 import threading
 from functools import partial
@@ -9,6 +10,8 @@ import pytest
 
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, ForkedProcessError
+from oneemb.storage.table import pending_keys
+from oneemb.storage.table.cold_file import ColdFile
 from oneemb.storage.table.persistent_table import PersistentTable
 from tests.storage import test_persistent_table_crash as crash, test_persistent_table_faults as faults
 from tests.storage.test_persistent_table_interrupts import check_stopped
@@ -174,6 +177,48 @@ def test_threads_that_put_and_get_find_the_rows_of_their_own_tables(tmp_path, io
             thread.join()
         assert not errors, errors
         assert table.stats()["index_disk_bytes"] > 0
+
+
+def test_a_clear_waits_for_the_thread_that_writes_the_old_index(tmp_path, monkeypatch):
+    """The old index and the new one are in one file, which takes one call at a time."""
+    monkeypatch.setattr(pending_keys, "_LIST_MIN", 1)
+    inside, go, busy, real, together = threading.Event(), threading.Event(), [], ColdFile.write, []
+
+    def write(self, address_B):
+        together.extend(busy)
+        if not threading.current_thread().name.startswith("oneemb-index"):
+            go.set()
+            return real(self, address_B)
+        busy.append(1)
+        try:
+            inside.set()
+            go.wait()
+            return real(self, address_B)
+        finally:
+            busy.clear()
+            inside.clear()
+
+    def wait(futures):
+        go.set()
+        concurrent.futures.wait(futures)
+
+    monkeypatch.setattr(ColdFile, "write", write)
+    monkeypatch.setattr(pending_keys, "wait", wait)
+    rng, rows = np.random.default_rng(0), {}
+    with open_cold(tmp_path / "t", threads=Threads(1)) as table:
+        put_random(table, rows, rng, 3000, ids=3000)
+        for _ in range(300):
+            go.clear()
+            put_random(table, rows, rng, 8, ids=3000)
+            if inside.wait(0.05):
+                break
+        assert inside.is_set()
+        table.clear()
+        rows = {}
+        put_random(table, rows, rng, 3000, ids=3000)
+        go.set()
+        check(table, rows)
+        assert not together
 
 
 @pytest.mark.parametrize("background", [False, True])
