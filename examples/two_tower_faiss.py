@@ -209,9 +209,10 @@ films_now = embedding.ids(table=1)
 exact = faiss.IndexIDMap(faiss.IndexFlatIP(16))
 exact.add_with_ids(vectors_of(model.item, films_now, 1), films_now.numpy())
 queries = vectors_of(model.user, users[:500], 0)
-near, all_of_them = followed.search(queries, 10)[1], exact.search(queries, 10)[1]
+_, near, version = followed.search(queries, 10)
+all_of_them = exact.search(queries, 10)[1]
 of_followed = sum(len(set(a) & set(b)) for a, b in zip(near, all_of_them, strict=True)) / near.size
-print(f"version {followed.version().name}: recall@10 {of_followed:.2f} of brute force")
+print(f"version {version.name}: recall@10 {of_followed:.2f} of brute force")
 embedding.close()
 
 # %% [markdown]

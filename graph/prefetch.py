@@ -195,7 +195,7 @@ class PrefetchWorker(Generic[Batch]):
         acquired()
         return result
 
-    def close(self) -> None:
+    def close(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """End the thread. If an interrupt ends this call early, it may be called again."""
         self._closed = True
         self._permits.put(None)
@@ -206,7 +206,7 @@ class PrefetchWorker(Generic[Batch]):
         # interpreter ends and no thread runs any more.
         if self._process is None:
             self._at_end()
-        here = self._process == os.getpid() and not sys.is_finalizing()
+        here = not is_finalizing() and self._process == os.getpid()  # At exit names of modules may be None.
         if here and self._thread is not threading.current_thread():
             self._wait()
         self._ahead.leave()

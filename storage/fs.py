@@ -14,9 +14,10 @@ import fcntl
 import mmap
 import os
 import resource
+import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -259,8 +260,9 @@ class _LockFile:
         if number >= 0:
             os.close(number)
 
-    def __del__(self) -> None:
-        if hasattr(self, "number"):  # It may have been stopped before it had one.
+    # At exit, names of modules are None, and the system closes the file.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "number") and not is_finalizing():  # It may have been stopped before it had one.
             self.close()
 
 

@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import os
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
 import torch
@@ -349,8 +350,9 @@ class TableEmbedding(SnapshotCalls, RowCalls):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        warn_of_lost_rows(self, garbage=True)
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # Then names of modules are None.
+            warn_of_lost_rows(self, garbage=True)
 
     def explain(self) -> str:
         """Text of sizes and counters, a fact in each line. Times are in `explain` of a graph."""

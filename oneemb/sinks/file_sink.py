@@ -72,11 +72,12 @@ class FileSink:
 
     @property
     def wants_whole(self) -> bool:
-        first, *deltas = self._manifest()["versions"] or [None]
-        return first is not None and (
-            len(deltas) >= self._merge_after
-            or sum(one["num_rows"] + one["num_gone"] for one in deltas) > self._merge_share * max(first["num_rows"], 1)
-        )
+        versions = self._manifest()["versions"]
+        if not versions:
+            return False
+        first, *deltas = versions
+        changed = sum(one["num_rows"] + one["num_gone"] for one in deltas)
+        return len(deltas) >= self._merge_after or changed > self._merge_share * max(first["num_rows"], 1)
 
     def version(self) -> TableVersion | None:
         manifest = self._manifest()

@@ -71,9 +71,9 @@ class Loop(Generator[Any, None, None]):
         self._gave_length = True
         return self._length()
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         steps = vars(self).get("_steps")
-        if steps is None or self._gave_length or sys.is_finalizing():
+        if steps is None or self._gave_length or is_finalizing():  # Then names of modules are None.
             return
         if inspect.getgeneratorstate(steps) == inspect.GEN_CREATED:
             warnings.warn(

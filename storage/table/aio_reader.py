@@ -9,6 +9,7 @@ Invariants:
 import errno
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -95,9 +96,9 @@ class AioReader:
             aio_destroy(AIO_NUMBERS[1], self._context)
         self._context = None
 
-    def __del__(self) -> None:
-        # At exit the system frees contexts faster than `close`.
-        if hasattr(self, "_context") and not sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At exit names of modules are None, and the system frees contexts faster than `close`.
+        if hasattr(self, "_context") and not is_finalizing():
             self.close()
 
 
