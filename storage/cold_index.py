@@ -34,7 +34,7 @@ from oneemb.kernels.compact_index import BLOCK_BYTES
 from oneemb.kernels.hash_index import PLACE_MAX
 from oneemb.kernels.threads import Threads
 from oneemb.storage.compact_index import CompactIndex
-from oneemb.storage.errors import IndexMemoryError
+from oneemb.storage.errors import IndexMemoryError, StorageError
 from oneemb.storage.fs import aligned_bytes
 from oneemb.storage.hash_index import SHARDS, HashIndex, check_tables, no_memory
 from oneemb.storage.locking.store_lock import changing
@@ -223,9 +223,14 @@ class ColdIndex:
         if self._layered_P.any():
             self._trim()
 
-    def loading(self, keys: int) -> Iterator[int]:
+    def loading(self, keys: int, *, must_write: bool = True) -> Iterator[int]:
         """Load `keys` keys into the index, which is empty, in passes: yields the number of each pass, in which the
-        caller gives all keys to `put_new`. The index takes those of some shards and then writes these shards."""
+        caller gives all keys to `put_new`. The index takes those of some shards and then writes these shards.
+
+        Args:
+            must_write: whether the load fails if a shard cannot be written; otherwise the shard stays in memory, beyond
+                the limit.
+        """
         shard_bytes, cold_bytes = keys / SHARDS * _HOT_KEY_BYTES + 1, keys / SHARDS * _COLD_KEY_BYTES
         hot, at_once, filters = SHARDS, SHARDS, SHARDS * cold_bytes
         if keys > self._hot_keys_max:
@@ -240,7 +245,11 @@ class ColdIndex:
                 self._hot.grow(np.maximum(need_P, self._hot.sizes_P))
                 yield n
                 for p in self._loaded if self._loaded.start >= hot else ():
-                    self._let_go(p)
+                    try:
+                        self._let_go(p)
+                    except StorageError:
+                        if must_write:
+                            raise
         finally:
             self._loaded = None
             self._trim()

@@ -403,7 +403,7 @@ class CompactIndex:
         """Give the pages of all free blocks but `keep` to the system."""
         self._memory.trim(keep)
 
-    def loading(self, keys: int) -> Iterator[int]:
+    def loading(self, keys: int, *, must_write: bool = True) -> Iterator[int]:
         """See `ColdIndex.loading`: one pass."""
         self.reserve(keys)
         yield 0

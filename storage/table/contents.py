@@ -104,8 +104,8 @@ class Contents:
     def load(self, records: Sequence[SnapshotRecord]) -> None:
         """Replace the rows by those of a chain of snapshots (see `load_live_rows`). The index of the present rows is
         freed first, so that memory holds one index at a time; after an error it is built again, from the keys files
-        and the rows in memory. If that fails too, the table is broken. No compaction may be running, and no keys
-        pending."""
+        and the rows in memory, and stays in memory where the disk is full. If that fails too, the table is broken. No
+        compaction may be running, and no keys pending."""
         old = self.live
         old.drop_index()
         try:
@@ -114,8 +114,7 @@ class Contents:
             )
         except BaseException as error:
             try:
-                load_index(self._fs, self._files, old)
-                old.index.put_new(*self.writer.live_keys())
+                load_index(self._fs, self._files, old, self.writer.live_keys())
             except BaseException as second:
                 error.add_note(f"the index of the rows that the table had could not be built again: {second}")
                 self._store_lock.cut_short(second)

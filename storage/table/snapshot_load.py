@@ -98,15 +98,22 @@ def load_live_rows(
     return live
 
 
-def load_index(fs: FileSystem, files: ChunkFiles, live: LiveRows) -> None:
-    """Put the keys of all live rows that are on disk into the index of `live`, which is empty. StorageError if a keys
-    file is damaged or cannot be read: the index is incomplete then."""
+def load_index(
+    fs: FileSystem, files: ChunkFiles, live: LiveRows, in_memory_N: tuple[np.ndarray, np.ndarray, np.ndarray]
+) -> None:
+    """Put the keys of all live rows into the index of `live`, which is empty. An index that the disk does not take
+    stays in memory. StorageError if a keys file is damaged or cannot be read: the index is incomplete then.
+
+    Args:
+        in_memory_N: table_N, id_N, place_N of the live rows that are not on disk yet.
+    """
     parts = [live.part(chunk) for chunk in live.chunks() if chunk.blocks]
-    for _ in live.index.loading(int(live.live_E.sum())):
+    for _ in live.index.loading(int(live.live_E.sum()), must_write=False):
         with _ahead(_pieces(fs, files.directory, live.geometry, parts, lambda part: part.bit_N)) as pieces:
             for piece in pieces:
                 place_N = piece.row_N + live.first_place(files.chunks[piece.part.number])
                 live.index.put_new(piece.table_N, piece.id_N, place_N)
+        live.index.put_new(*in_memory_N)
 
 
 def _apply_delta(

@@ -73,6 +73,7 @@ def test_power_loss_at_any_call_of_any_operation_leaves_every_snapshot_whole(ope
         (faults.put, errno.EIO, False, 0, 11),
         (faults.put, errno.ENOSPC, True, 5, 31),
         (faults.load, errno.EIO, False, 1, 61),
+        (faults.load, errno.ENOSPC, True, 28, 301),
         (faults.compact, errno.ENOSPC, True, 2, 61),
     ],
     ids=lambda its: getattr(its, "__name__", str(its)),
