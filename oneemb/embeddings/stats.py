@@ -52,6 +52,8 @@ class TableStats(TypedDict):
     snapshot_bytes: int
     memory_bytes: int
     index_bytes: int
+    index_disk_bytes: int
+    index_blocks_read: int
     bytes_written: int
     bytes_removed: int
     rows_moved: int

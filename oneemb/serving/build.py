@@ -206,26 +206,33 @@ def open_snapshot(
         ValueError, StorageError: same as `make_file`.
         CorruptTableError: a file exists and is damaged.
     """
-    failed, error = "", None
+    failed, error, tries = "", None, 0
     while True:
         source.pull(name, stop)
         if stop():
             return None
-        found = find_snapshot(source.paths, name)
+        try:
+            found = find_snapshot(source.paths, name)
+        except SnapshotNotFoundError:
+            if source.stored is None or tries == _LOOKS:
+                raise
+            tries += 1  # Another process has removed it from the copy to which both pull.
+            continue
         if served is not None and (
             found.info.identity == served.identity
             or found.sequence <= served.sequence
             and not is_gone(source.paths, served)
         ):
             return None
-        if error is not None and found.info.identity == failed:
+        is_gone_again = isinstance(error, SnapshotNotFoundError) and tries < _LOOKS
+        if error is not None and found.info.identity == failed and not is_gone_again:
             raise error
         try:
             return _open_made(source, found, threads, before, stop)
         except _StoppedError:
             return None
         except StorageError as raised:  # The job may have removed or replaced the snapshot meanwhile.
-            failed, error = found.info.identity, raised
+            failed, error, tries = found.info.identity, raised, tries + 1
 
 
 def _open_made(

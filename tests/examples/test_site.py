@@ -53,6 +53,7 @@ def test_each_public_name_has_an_entry(site):
         "nn",
         "options",
         "policies",
+        "sinks",
     }
     assert set(oneemb.__all__) - named <= others
     assert len(re.findall(r"<h2 id=\"oneemb-", (site / "reference" / "cli.html").read_text())) >= 10

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import oneemb
-from oneemb.serving import stored_rows
+from oneemb.serving import build, stored_rows
 from oneemb.storage.errors import CorruptTableError, OtherTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.objects import push as push_module
 from oneemb.storage.objects.deletion import delete_stored
@@ -66,6 +66,27 @@ def test_a_server_follows_the_newest_snapshot_of_a_store(tmp_path, job, url):
         assert served.version.name == "c"
     with oneemb.InferenceEmbedding.open(url, "b", folder=tmp_path / "serving") as served:
         assert torch.equal(served(IDS), job.rows["b"])
+
+
+@pytest.mark.parametrize("place", ["find_snapshot", "make_file"])
+def test_a_rollback_pulls_again_what_a_follower_of_the_copy_has_removed(tmp_path, job, url, monkeypatch, place):
+    with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving") as served:
+        job.save("b")
+        served.refresh()
+        for old in (tmp_path / "serving").glob("*.serving"):
+            old.unlink()
+        copy, left = stored_rows.StoredCopy(ObjectStore(url), str(tmp_path / "serving/rows")), [1]
+        call = getattr(build, place)
+
+        def after_a_follower(*args, **options):
+            if left:
+                left.clear()
+                copy.pull(None, lambda: False)
+            return call(*args, **options)
+
+        monkeypatch.setattr(build, place, after_a_follower)
+        served.rollback("a")
+        assert torch.equal(served(IDS), job.rows["a"]) and not left
 
 
 def test_a_poll_reads_one_object_and_lists_nothing(tmp_path, job, url, monkeypatch):

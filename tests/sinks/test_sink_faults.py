@@ -121,7 +121,6 @@ def killed_at(place, job, at):
 STRIDES = [3, pytest.param(1, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("stride", STRIDES)
 def places_of_kills(kind, job, folder, redis_server):
     """Places as a publisher leaves them that is killed before each of its calls, the last one as at its end."""
     n, ended = 0, kind in ON_DISK
@@ -170,6 +169,7 @@ def test_a_publisher_killed_at_any_call_leaves_a_whole_version_and_the_next_goes
     assert len(seen) > 4 and seen[0] == "v0" and seen[-1] == "v1"
 
 
+@pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("kind", ON_DISK)
 def test_a_disk_that_is_full_at_any_call_is_an_error_and_the_next_call_goes_on(
     kind, stride, job, tmp_path, monkeypatch
