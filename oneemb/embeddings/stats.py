@@ -53,6 +53,7 @@ class TableStats(TypedDict):
     memory_bytes: int
     index_bytes: int
     index_disk_bytes: int
+    """Bytes of the index on the disk; 0 without `index_memory_mb`."""
     index_blocks_read: int
     bytes_written: int
     bytes_removed: int

@@ -214,9 +214,9 @@ def open_snapshot(
         try:
             found = find_snapshot(source.paths, name)
         except SnapshotNotFoundError:
-            if source.stored is None or tries == _LOOKS:
+            if source.stored is None or tries >= _LOOKS:
                 raise
-            tries += 1  # Another process has removed it from the copy to which both pull.
+            tries += 1  # Another process has removed the snapshot from the copy to which both pull.
             continue
         if served is not None and (
             found.info.identity == served.identity
@@ -224,9 +224,9 @@ def open_snapshot(
             and not is_gone(source.paths, served)
         ):
             return None
-        is_gone_again = isinstance(error, SnapshotNotFoundError) and tries < _LOOKS
-        if error is not None and found.info.identity == failed and not is_gone_again:
-            raise error
+        if error is not None and found.info.identity == failed:
+            if tries >= _LOOKS or not isinstance(error, SnapshotNotFoundError):
+                raise error
         try:
             return _open_made(source, found, threads, before, stop)
         except _StoppedError:

@@ -50,8 +50,8 @@ class TableVersion(NamedTuple):
 
 
 def choice_of(tables: Sequence[int] | None, with_state: bool) -> dict[str, Any]:
-    """What a sink holds of each version, as a dict that JSON can hold. A sink stores it beside the version: a sink that
-    was made with another choice shows no version, and gets all rows.
+    """Choice of the rows and state that a sink gets, as a dict that JSON can hold. A sink stores its choice beside the
+    version: a sink that was made with another choice shows no version, and gets all rows.
 
     Raises:
         ValueError: `tables` are no numbers of tables.

@@ -91,7 +91,7 @@ class LayeredFile:
     def read(
         self, table_N: np.ndarray, id_N: np.ndarray, padding_id: int | None, out_ND: np.ndarray, *, threads: Threads
     ) -> np.ndarray:
-        """As `ServedFile.read`."""
+        """Read rows; see `ServedFile.read`."""
         place_N, block = serve_rows(self.rows, table_N, id_N, padding_id, out_ND, threads=threads)
         if block >= 0:
             raise self.base.damaged_block(block)
@@ -101,14 +101,15 @@ class LayeredFile:
         self, table_N: np.ndarray, id_N: np.ndarray, padding_id: int | None, bags: tuple, out_PX: np.ndarray, *,
         threads: Threads,
     ) -> tuple[np.ndarray, bool]:  # fmt: skip
-        """As `ServedFile.pool`."""
+        """Read and pool rows; see `ServedFile.pool`."""
         place_N, has_missing, block = pool_rows(self.rows, table_N, id_N, padding_id, bags, out_PX, threads=threads)
         if block >= 0:
             raise self.base.damaged_block(block)
         return place_N, has_missing
 
     def verify(self) -> None:
-        """As `ServedFile.verify`; the layers have been compared when they were opened."""
+        """Compare all rows of the whole file with their checksums; those of layers were compared when the layers were
+        opened. See `ServedFile.verify`."""
         self.base.verify()
 
 

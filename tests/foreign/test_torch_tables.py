@@ -118,7 +118,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path):
 
 
 def test_a_file_of_torch_before_1_6_is_read(tmp_path):
-    """Such files are no zip archives."""
+    # Torch 1.6 was the first to write zip archives.
     weight = torch.randn(5, DIM)
     torch.save({"w": weight}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     oneemb.import_foreign(tmp_path / "t", tmp_path / "old.pt", "torch", snapshot="s")

@@ -24,13 +24,6 @@ from tests.support.published import (
     read_served,
     read_table,
 )
-from tests.support.redis_process import redis_process
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory):
-    with redis_process(tmp_path_factory.mktemp("redis"), appendfsync="no") as process:
-        yield process
 
 
 @pytest.fixture

@@ -31,12 +31,6 @@ ON_DISK = [kind for kind in KINDS if not kind.startswith("redis")]
 CHANGING = ["create", "write", "sync", "rename", "remove", "truncate", "sync_directory", "make_directories"]
 
 
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory):
-    with redis_process(tmp_path_factory.mktemp("redis"), appendfsync="no") as process:
-        yield process
-
-
 @pytest.fixture
 def job(tmp_path):
     job = Job(tmp_path / "job")
@@ -117,10 +111,6 @@ def killed_at(place, job, at):
     return code == 0
 
 
-# Kinds begin at different calls, so that those with the same code take turns.
-STRIDES = [3, pytest.param(1, marks=pytest.mark.slow)]
-
-
 def places_of_kills(kind, job, folder, redis_server):
     """Places as a publisher leaves them that is killed before each of its calls, the last one as at its end."""
     n, ended = 0, kind in ON_DISK
@@ -169,7 +159,8 @@ def test_a_publisher_killed_at_any_call_leaves_a_whole_version_and_the_next_goes
     assert len(seen) > 4 and seen[0] == "v0" and seen[-1] == "v1"
 
 
-@pytest.mark.parametrize("stride", STRIDES)
+# Kinds begin at different calls, so that those with the same code take turns.
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ON_DISK)
 def test_a_disk_that_is_full_at_any_call_is_an_error_and_the_next_call_goes_on(
     kind, stride, job, tmp_path, monkeypatch

@@ -14,13 +14,6 @@ from oneemb.storage.errors import OtherTableError
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from tests.support.published import DIM, KINDS, PREFIX, Job, Place, publishing
-from tests.support.redis_process import redis_process
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory):
-    with redis_process(tmp_path_factory.mktemp("redis"), appendfsync="no") as process:
-        yield process
 
 
 @pytest.fixture(params=KINDS)
