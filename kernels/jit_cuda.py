@@ -25,6 +25,7 @@ import numba
 import numpy as np
 from numba import cuda, types
 from numba.core import cgutils
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 from oneemb.kernels import jit, jit_code
@@ -242,9 +243,11 @@ _CASTS: dict[Any, Any] = {
 def _cast_of_result(dispatcher: Any, args: tuple[Any, ...]) -> Any:
     """The function that gives the result of a rule, called with `args`, its NumPy type."""
     kinds = tuple(map(numba.typeof, args))
-    resolved = dispatcher.overloads.get(kinds)
+    with global_compiler_lock:  # A version can be called a moment before another thread lists it.
+        versions = dict(dispatcher.overloads)
+    resolved = versions.get(kinds)
     if resolved is None:
-        resolved = next(iter(dispatcher.overloads.values())) if len(dispatcher.overloads) == 1 else None
+        resolved = next(iter(versions.values())) if len(versions) == 1 else None
     assert resolved is not None, f"{dispatcher.py_func.__name__} has no version for {kinds}"
     kind = resolved.signature.return_type
     if not isinstance(kind, types.BaseTuple):

@@ -1,9 +1,12 @@
 """The threads that run CUDA loops in the simulator: `syncthreads` is a barrier, and no error is lost."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
 
+from oneemb.kernels import jit
 from oneemb.kernels.jit import cuda
 from tests.cuda.conftest import SIMULATED
 
@@ -53,3 +56,32 @@ def test_an_error_of_one_thread_is_raised_and_the_others_end(gpu, number):
     assert out_N.tolist() == [0] * 8
     gpu.run(_fail_at, 8, -1, out_N)
     assert out_N.tolist() == [1] * 8
+
+
+def test_threads_may_call_a_rule_while_its_version_is_listed(monkeypatch):
+    from oneemb.kernels import jit_cuda
+
+    @jit.rule
+    def twice(x):
+        return x + x
+
+    callable_now, listed = threading.Event(), threading.Event()
+
+    class Versions(dict):
+        def __setitem__(self, kinds, version):  # numba has made the version callable just before
+            callable_now.set()
+            listed.wait(1)
+            super().__setitem__(kinds, version)
+
+    monkeypatch.setattr(twice, "overloads", Versions())
+    rule, results = jit_cuda._simulated_rule(twice), []
+    threads = [threading.Thread(target=lambda: results.append(rule(np.float32(3)))) for _ in range(2)]
+    threads[0].start()
+    assert callable_now.wait(60)
+    threads[1].start()
+    threads[1].join(0.2)
+    listed.set()
+    for thread in threads:
+        thread.join(60)
+    assert results == [6, 6]
+    assert {type(result) for result in results} == {np.float32}
