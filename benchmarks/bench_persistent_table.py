@@ -452,17 +452,22 @@ class Oneemb:
 
     def choices(self, chunks: int, rounds: int) -> list[float]:
         """Seconds of each choice of the next chunk to move, among so many full chunks that are half live."""
-        geometry, files = make_geometry(WIDTH, self.block, 256 << 20), self.table._files
-        live = LiveRows(geometry, files, partial(CompactIndex, Threads()))
-        live._grow(chunks * geometry.blocks_per_chunk // geometry.blocks_per_extent)
-        writer = RowWriter(live, files, Threads(), None)
-        compactor = Compactor(files._fs, live, writer, self.table._store, self.table._store_lock, 2.0, None)
-        for n in range(chunks):
-            chunk = ChunkFile(1 << 40 | n, geometry, "", "")
-            chunk.runs_bytes = geometry.disk_bytes(geometry.blocks_per_chunk)
-            live.add(chunk, geometry.blocks_per_chunk)
-        live.live_E[:] = np.random.default_rng(0).integers(0, geometry.rows_per_extent, len(live.live_E))
-        return [seconds_of(compactor._least_loose) for _ in range(rounds)]
+        # A table of its own: compaction of this one would count the chunks.
+        path = f"{self.path}/choices-{self.block}"
+        with PersistentTable.open(path, row_width=WIDTH, threads=Threads()) as table:
+            geometry, files = make_geometry(WIDTH, self.block, 256 << 20), table._files
+            live = LiveRows(geometry, files, partial(CompactIndex, Threads()))
+            live._grow(chunks * geometry.blocks_per_chunk // geometry.blocks_per_extent)
+            writer = RowWriter(live, files, Threads(), None)
+            compactor = Compactor(files._fs, live, writer, table._store, table._store_lock, 2.0, None)
+            for n in range(chunks):
+                chunk = ChunkFile(1 << 40 | n, geometry, "", "")
+                chunk.runs_bytes = geometry.disk_bytes(geometry.blocks_per_chunk)
+                live.add(chunk, geometry.blocks_per_chunk)
+            live.live_E[:] = np.random.default_rng(0).integers(0, geometry.rows_per_extent, len(live.live_E))
+            seconds = [seconds_of(compactor._least_loose) for _ in range(rounds)]
+        shutil.rmtree(path)
+        return seconds
 
     def reset_peak(self) -> int:
         """Let the peak of this process's memory begin anew. Returns the bytes that are resident now."""

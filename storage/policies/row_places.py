@@ -54,7 +54,7 @@ class OwnPlaces:
         """Whether a row must not be evicted; set only during a choice of rows, otherwise all False."""
         self.table_P = np.empty(0, np.int32)
         """The table of each row."""
-        self._free = FreeSlots(np.arange)
+        self._free = FreeSlots()
 
     @property
     def nbytes(self) -> int:

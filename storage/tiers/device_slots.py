@@ -378,7 +378,7 @@ class DeviceSlots(MemoryTier):
         self.score_S = gpu.empty(0, dtype=torch.int64)
         self.pin_S = gpu.empty(0, dtype=torch.int32)
         self._dirty_S = gpu.empty(0, dtype=torch.bool)
-        self._free = FreeSlots(lambda size: gpu.kept(self._backend.arange(size)))
+        self._free = FreeSlots(self._backend.arange, lambda size: gpu.kept(gpu.empty(size, dtype=torch.int64)))
         self._temporary = 0  # slots of rows that are in no index
         self._index.clear()
 

@@ -66,7 +66,7 @@ class DeviceTier(DeviceSlots):
         refused: InitRows | None = None,
         backend: CudaBackend,
     ):
-        super().__init__(name, row_width, below, resident, policy, init, absent, refused, backend.arange)
+        super().__init__(name, row_width, below, resident, policy, init, absent, refused)
         self.slots = slots
         self._backend = backend
         self._gpu = gpu = backend.gpu

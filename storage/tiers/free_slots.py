@@ -19,12 +19,22 @@ from oneemb.kernels.arrays import Array
 _STACK_MIN = 1024
 
 
-class FreeSlots:
-    """The free slots of a tier. `arange`: function that makes an array of 0 to size - 1, int64, in the tier's place."""
+def _empty(size: int) -> np.ndarray:
+    return np.empty(size, np.int64)
 
-    def __init__(self, arange: Callable[[int], Array]):
-        self._arange = arange
-        self.stack_X: Array = arange(0)
+
+class FreeSlots:
+    """The free slots of a tier.
+
+    Args:
+        arange: function that makes an array of 0 to size - 1, int64 [size], in the tier's place.
+        empty: function that makes an array of int64 [size], not initialized, in the tier's place. To write the whole
+            stack of a large tier when it grows would take as long as several steps.
+    """
+
+    def __init__(self, arange: Callable[[int], Array] = np.arange, empty: Callable[[int], Array] = _empty):
+        self._arange, self._empty = arange, empty
+        self.stack_X: Array = empty(0)
         """The stack, int64: the first `returned` entries are free slots, the other entries are unused."""
         self._top = 0
         self.used = 0
@@ -66,7 +76,7 @@ class FreeSlots:
     def make_stack(self, need: int) -> None:
         """Make room on the stack for `need` slots or more."""
         if need > len(self.stack_X):
-            grown_X = self._arange(max(need, 2 * len(self.stack_X), _STACK_MIN))
+            grown_X = self._empty(max(need, 2 * len(self.stack_X), _STACK_MIN))
             grown_X[: self._top] = self.stack_X[: self._top]
             self.stack_X = grown_X
 

@@ -12,7 +12,7 @@ A tier is of one of two kinds:
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,7 +55,6 @@ class MemoryTier(ABC):
         init: function that writes new rows; None = no caller acquires rows of this tier.
         absent: function that writes the values of absent rows, for keys without a row; None = `init`.
         refused: function that writes the values of temporary rows; None = `init`.
-        arange: function that makes an array of the numbers 0 to size - 1 in the tier's place.
     """
 
     slots: int
@@ -65,12 +64,13 @@ class MemoryTier(ABC):
     """Chooses the rows that a cache evicts; None = the tier chooses them itself."""
     _score_dtype: Any = np.float64
     _limits: Limits
+    _free: FreeSlots
     _index: Any
     _dirty_S: Any
 
     def __init__(
         self, name: str, row_width: int, below: RowStore | None, resident: bool, policy: str, init: InitRows | None,
-        absent: InitRows | None, refused: InitRows | None, arange: Callable[[int], Array],
+        absent: InitRows | None, refused: InitRows | None,
     ):  # fmt: skip
         assert (resident or below is not None) and policy in ("lru", "lfu")
         self.name = name
@@ -82,7 +82,6 @@ class MemoryTier(ABC):
         self._order_of = below.write_order if isinstance(below, KeepsNeighbours) else None
         self._resident = resident
         self._counters = Counters()
-        self._free = FreeSlots(arange)
         self._temporary = 0  # slots of rows that are in no index
         self._ahead: weakref.WeakSet[RowsReadAhead] = weakref.WeakSet()  # those that callers still use
         self._keeps_reads = True  # whether a cache keeps rows that were read from below

@@ -8,7 +8,7 @@ from oneemb.storage.tiers.free_slots import FreeSlots
 
 def test_slots_are_given_out_once_until_they_come_back(seed):
     rng = np.random.default_rng(seed)
-    free, taken = FreeSlots(np.arange), set()
+    free, taken = FreeSlots(), set()
     for _ in range(400):
         if rng.random() < 0.6:
             size = int(rng.integers(0, min(40, 5000 - len(taken)) + 1))
@@ -27,7 +27,7 @@ def test_slots_are_given_out_once_until_they_come_back(seed):
 
 
 def test_slots_given_back_are_used_before_new_ones():
-    free = FreeSlots(np.arange)
+    free = FreeSlots()
     free.reserve(6, 10)
     free.commit(6)
     free.give_back(np.array([1, 4]))
@@ -35,7 +35,7 @@ def test_slots_given_back_are_used_before_new_ones():
 
 
 def test_slots_beyond_the_slab_are_refused():
-    free = FreeSlots(np.arange)
+    free = FreeSlots()
     free.reserve(3, 10)
     free.commit(3)
     with pytest.raises(AssertionError, match="slots were lost"):
@@ -47,31 +47,34 @@ def test_slots_beyond_the_slab_are_refused():
     ids=["lost", "twice", "beyond"],
 )  # fmt: skip
 def test_lost_slots_are_told(taken, returned, temporary):
-    free = FreeSlots(np.arange)
+    free = FreeSlots()
     free.reserve(3, 10)
     free.commit(3)
     assert free.problems("host", np.array(taken), np.array(returned, np.int64), temporary)
 
 
 class Short:
-    """An `arange` that finds no memory from its n-th call on."""
+    """Memory that is gone from its n-th use on."""
 
     def __init__(self, n):
         self.n = n
 
-    def __call__(self, size):
+    def arange(self, size):
+        return self.empty(size) + np.arange(size)
+
+    def empty(self, size):
         self.n -= 1
         if self.n < 0:
             raise MemoryError
-        return np.arange(size)
+        return np.zeros(size, np.int64)
 
 
 def test_giving_back_needs_no_memory():
-    arange = Short(100)
-    free = FreeSlots(arange)
+    memory = Short(100)
+    free = FreeSlots(memory.arange, memory.empty)
     slot_N = free.reserve(3000, 5000)
     free.commit(3000)
-    stack_X, arange.n = free.stack_X, 0
+    stack_X, memory.n = free.stack_X, 0
     free.give_back(slot_N)
     assert free.returned == 3000 and free.stack_X is stack_X
     with pytest.raises(MemoryError):
