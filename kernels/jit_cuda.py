@@ -97,7 +97,7 @@ def bound(loop: CudaLoop, constants: tuple[tuple[str, Any], ...]) -> Any:
         elif id(value) in meaning:
             value = meaning[id(value)]
         elif SIMULATED and isinstance(value, numba.core.registry.CPUDispatcher):
-            value = _simulated_rule(value)
+            value = simulated_rule(value)
         if name in of or name in names:
             names[name] = value
     clone = python_types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
@@ -213,7 +213,7 @@ _simulated_cuda = _SimulatedCuda()
 
 
 @functools.cache
-def _simulated_rule(dispatcher: Any) -> Any:
+def simulated_rule(dispatcher: Any) -> Any:
     """A rule that loops in Python can call: takes the simulator's arrays, and returns numbers of NumPy's types.
 
     Compiled functions return Python's numbers: a float32 would become a float64 at its next use.
@@ -275,7 +275,7 @@ def _weight_from_float(x: Number, like: Number) -> Number:
 
 if SIMULATED:
     # Float32 stays as it is: a call of a compiled rule takes longer than all else that a thread does for a weight.
-    _widen, _narrow = _simulated_rule(_weight_to_float), _simulated_rule(_weight_from_float)
+    _widen, _narrow = simulated_rule(_weight_to_float), simulated_rule(_weight_from_float)
 
     def _to_float32(x: Any) -> Any:
         return x if type(x) is np.float32 else _widen(x)

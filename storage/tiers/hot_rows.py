@@ -26,6 +26,8 @@ from oneemb.storage.row_store import RowSource, RowStore
 InitRows = Callable[[Array, Array, Array, Array], None]
 """init(row_SW, slot_M, table_M, id_M) writes the initial rows of keys into these slots of an array of rows."""
 
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
 
 class RowsReadAhead:
     """Rows that one thread reads from the store below a cache while other threads use the cache. M keys to read.
@@ -40,24 +42,31 @@ class RowsReadAhead:
         self._below, self._table_M, self._id_M = below, keys.table_U[wanted_M], keys.id_U[wanted_M]
         self.row_MW = np.empty((len(wanted_M), below.row_width), np.float32)
         self._missing_M = np.ones(len(wanted_M), np.bool_)
+        self._word_M = _words(self._table_M, self._id_M)
         self._changed: list[np.ndarray] = []
 
     def read(self) -> None:
         """Read the rows. Needs no lock."""
         self._missing_M = self._below.get(self._table_M, self._id_M, self.row_MW)
 
-    def note_change(self, id_N: np.ndarray) -> None:
-        """Record ids of keys whose rows below are about to change. Called under the store lock."""
-        self._changed.append(id_N)
+    def note_change(self, table_N: np.ndarray, id_N: np.ndarray) -> None:
+        """Record keys whose rows below are about to change. Called under the store lock."""
+        self._changed.append(_words(table_N, id_N))
 
     def known(self, wanted: np.ndarray) -> np.ndarray:
         """Positions in `wanted_M` of the `wanted` keys that have rows below. Reads changed rows again, so that `row_MW`
         has the present rows. Call after `read`, under the store lock."""
         m = np.searchsorted(self.wanted_M, wanted)
         if self._changed:
-            again = m[np.isin(self._id_M[m], np.concatenate(self._changed))]
-            self._missing_M[again] = self._below.get(self._table_M[again], self._id_M[again], self.row_MW, again)
+            again = m[np.isin(self._word_M[m], np.concatenate(self._changed))]
+            if len(again):
+                self._missing_M[again] = self._below.get(self._table_M[again], self._id_M[again], self.row_MW, again)
         return m[~self._missing_M[m]]
+
+
+def _words(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+    """A word of each key, uint64 [N]. Equal keys have equal words; hardly any others have."""
+    return id_N.astype(np.uint64) ^ table_N.astype(np.uint64) * _ODD
 
 
 class Tier(RowStore, Protocol):

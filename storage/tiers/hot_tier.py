@@ -33,7 +33,6 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.locking.store_lock import changing
 from oneemb.storage.row_store import RowStore
-from oneemb.storage.tiers.free_slots import FreeSlots
 from oneemb.storage.tiers.hot_rows import InitRows, RowsReadAhead
 from oneemb.storage.tiers.limits import Limits
 from oneemb.storage.tiers.memory_tier import BATCH, HALF_LIFE, MemoryTier
@@ -84,7 +83,6 @@ class HotTier(MemoryTier):
         reads_ahead: bool = False,
     ):
         super().__init__(name, row_width, below, resident, policy, init, absent, refused)
-        self._free = FreeSlots()
         slot_bytes = row_width * 4 + SLOT_OVERHEAD_BYTES
         self._arrays = SlotArrays(name, row_width, slots, slot_bytes, resident, expected)
         self._dirty_S, self.pin_S, self.score_S, self.row_SW = self._arrays.arrays

@@ -64,7 +64,6 @@ class MemoryTier(ABC):
     """Chooses the rows that a cache evicts; None = the tier chooses them itself."""
     _score_dtype: Any = np.float64
     _limits: Limits
-    _free: FreeSlots
     _index: Any
     _dirty_S: Any
 
@@ -82,6 +81,7 @@ class MemoryTier(ABC):
         self._order_of = below.write_order if isinstance(below, KeepsNeighbours) else None
         self._resident = resident
         self._counters = Counters()
+        self._free = FreeSlots()  # A device tier puts those of its device here.
         self._temporary = 0  # slots of rows that are in no index
         self._ahead: weakref.WeakSet[RowsReadAhead] = weakref.WeakSet()  # those that callers still use
         self._keeps_reads = True  # whether a cache keeps rows that were read from below
@@ -200,7 +200,7 @@ class MemoryTier(ABC):
         if fits < len(new):  # A cache without room for all rows puts the others into the store below.
             rest = new[fits:]
             assert self._below is not None
-            self._note_change_below(id_U[rest])
+            self._note_change_below(table_U[rest], id_U[rest])
             self._below.put(table_U[rest], id_U[rest], row_UW[rest])
         self._take(table_U[new[:fits]], id_U[new[:fits]], row_UW, new[:fits], dirty=True)
         # Making room may have evicted keys that were here when the call began, so they are looked up again.
@@ -211,7 +211,7 @@ class MemoryTier(ABC):
         gone = hit[gone_U]
         if len(gone):
             assert self._below is not None
-            self._note_change_below(id_U[gone])
+            self._note_change_below(table_U[gone], id_U[gone])
             self._below.put(table_U[gone], id_U[gone], row_UW[gone])
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
@@ -224,7 +224,7 @@ class MemoryTier(ABC):
             raise StorageError(f"{pinned} of the rows to erase are in use by a lookup; erase them between two steps")
         erased_U = self._host(here_U).copy()
         table_H, id_H = table_H[here_U], id_H[here_U]
-        self._note_change_below(id_U)
+        self._note_change_below(table_U, id_U)
         gone_U = erased_U if self._below is None else self._below.erase(table_U, id_U)
         with changing:
             self._index.erase(table_H, id_H)
@@ -375,10 +375,10 @@ class MemoryTier(ABC):
         """Number of rows that could be added: free slots and, in a cache, slots of rows that could be evicted."""
         return self.slots - self._held()
 
-    def _note_change_below(self, id_N: Any) -> None:
-        """Tell each `RowsReadAhead` of this tier that the rows of these ids in the store below are about to change."""
+    def _note_change_below(self, table_N: Any, id_N: Any) -> None:
+        """Tell each `RowsReadAhead` of this tier that the rows of these keys in the store below are about to change."""
         for ahead in self._ahead:
-            ahead.note_change(id_N)
+            ahead.note_change(table_N, id_N)
 
     def _evict_these(self, keys: KeysAndSlots, dirty: Any) -> None:
         """Evict these rows, none of which is pinned; `dirty`: positions, or a mask, of the dirty rows among them."""
@@ -397,7 +397,7 @@ class MemoryTier(ABC):
         if len(slot_N) == 0:
             return
         assert self._below is not None
-        self._note_change_below(id_N)
+        self._note_change_below(table_N, id_N)
         tables, ids = self._host(table_N), self._host(id_N)
         if self._order_of is not None:  # Rows that were used together then stay in the same blocks.
             order = self._order_of(tables, ids)

@@ -74,7 +74,7 @@ def test_threads_may_call_a_rule_while_its_version_is_listed(monkeypatch):
             super().__setitem__(kinds, version)
 
     monkeypatch.setattr(twice, "overloads", Versions())
-    rule, results = jit_cuda._simulated_rule(twice), []
+    rule, results = jit_cuda.simulated_rule(twice), []
     threads = [threading.Thread(target=lambda: results.append(rule(np.float32(3)))) for _ in range(2)]
     threads[0].start()
     assert callable_now.wait(60)

@@ -259,3 +259,23 @@ def test_a_store_that_is_emptied_or_closed_while_rows_are_read_ahead(change, mon
         return
     store.release(store.acquire(keys(0, 100), prefetched)[0])
     assert store.stats()["device"]["new_rows"] == 200 and store.stats()["device"]["pinned"] == 0
+
+
+def test_a_row_read_ahead_is_read_again_only_if_a_row_of_its_table_has_changed():
+    reads = []
+
+    class Below:
+        row_width = 2
+
+        def get(self, table_U, id_U, out_UW, to_U=None):
+            reads.append(list(zip(table_U.tolist(), id_U.tolist(), strict=True)))
+            return np.zeros(len(id_U), bool)
+
+    ahead = RowsReadAhead(Below(), distinct([0, 0, 1], [5, -6, 5]), np.arange(3))
+    ahead.read()
+    ahead.note_change(np.array([2, 1]), np.array([-6, -6]))
+    ahead.known(np.arange(3))
+    assert len(reads) == 1
+    ahead.note_change(np.array([1, 3]), np.array([5, -6]))
+    ahead.known(np.arange(3))
+    assert reads[1:] == [[(1, 5)]]
