@@ -152,11 +152,25 @@ def _scale_out(cases: Sequence[Case]) -> list[list[str]]:
 
 
 def _persistent_table(cases: Sequence[Case]) -> list[list[str]]:
-    return [
-        [case["case"], f"{case['block']:,}", f"{case['oneemb']:,.3g} {case['unit']}",
-         f"{case['of_raw']:.2f}" if case["of_raw"] else ""]
-        for case in cases
-    ]  # fmt: skip
+    """A row for each case, with the figures of both sizes of blocks and of the other systems."""
+    by_block = {(case["case"], case["block"]): case for case in cases}
+
+    def figures(name: str, block: int) -> list[str]:
+        case = by_block.get((name, block))
+        if case is None:
+            return ["", ""]
+        return [f"{_digits(case['oneemb'])} {case['unit']}", f"{case['of_raw']:.2f}" if case["of_raw"] else ""]
+
+    def peers(name: str) -> list[str]:
+        found = next(case["peers"] for case in cases if case["case"] == name)
+        return [_digits(found[peer]) if peer in found else "" for peer in ("rocksdb", "lmdb")]
+
+    names = dict.fromkeys(case["case"] for case in cases)
+    return [[name, *figures(name, 512), *figures(name, 4096), *peers(name)] for name in names]
+
+
+def _digits(value: float) -> str:
+    return _ms(value) if value < 1000 else f"{value:,.0f}"
 
 
 def _loader(cases: Sequence[Case]) -> list[list[str]]:
@@ -220,7 +234,8 @@ TABLES: dict[str, tuple[list[str], Callable[[Sequence[Case]], list[list[str]]]]]
                      "one layer / whole file, p50 (p99)", "four layers / whole file"], _serving_lag),
     "publish": (["sink", "delta, ms", "rows a second", "all rows by hand, ms", "by hand / delta",
                  "first version, rows a second"], _publish),
-    "persistent_table": (["case", "block", "oneemb", "of the disk"], _persistent_table),
+    "persistent_table": (["case", "blocks of 512 bytes", "of the disk", "blocks of 4,096 bytes", "of the disk",
+                          "RocksDB", "LMDB"], _persistent_table),
     "train_step": (["case", "prefetched step, ms", "compute alone, ms", "requests a step", "the disk's a second",
                     "step / limit"], _train_step),
 }  # fmt: skip
