@@ -33,7 +33,7 @@ from oneemb.storage.objects.marks import Pushing
 from oneemb.storage.objects.object_store import ObjectStore, Piece, object_key, store_beside
 from oneemb.storage.objects.transfers import Progress, Progressing, in_order
 from oneemb.storage.snapshots.snapshot_parts import FoundParts, Part, look_at, rank_folder_name
-from oneemb.storage.table.chunk_damage import examine_chunk
+from oneemb.storage.table.chunk_damage import check_chunk
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, chunk_paths
 from oneemb.storage.table.delta import Delta
 from oneemb.storage.table.geometry import Geometry
@@ -264,10 +264,7 @@ class _Push:
         if len(known) == 2:
             self._moved.add(sum(file.size for file in known))
             return known
-        problems: list[StorageError] = []
-        state = examine_chunk(self._fs, f"{source}/chunks", geometry, chunk, problems.append, lambda size: None)
-        if not state.intact:
-            raise CorruptTableError(str(problems[0]))
+        check_chunk(self._fs, f"{source}/chunks", geometry, chunk)
         sizes = ROWS_BEGIN + chunk.blocks * geometry.block_bytes, chunk.keys_bytes
         paths = chunk_paths(f"{source}/chunks", chunk.number)
         files = tuple(

@@ -10,7 +10,8 @@ it is known that the job has not deleted it meanwhile:
 Invariants:
 - the folder that is copied is only read, and no lock is taken;
 - a snapshot is in the copy completely or not at all; a killed backup is continued by the next one;
-- a chunk that the copy has already is used only if its keys are those that the snapshot was saved with.
+- a chunk that the copy has already is used only if its keys are those that the snapshot was saved with;
+- a damaged chunk takes the place of no file of the copy: it is compared with its checksums before it is copied.
 """
 
 import errno
@@ -28,6 +29,7 @@ from oneemb.storage.new_files import NewFile, new_file
 from oneemb.storage.snapshots.part_folders import check_parts
 from oneemb.storage.snapshots.snapshot_parts import FoundParts, Part, PartedSnapshot, incomplete_text, look_at
 from oneemb.storage.snapshots.unfinished import mark, unmark
+from oneemb.storage.table.chunk_damage import check_chunk
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, chunk_numbers, chunk_paths
 from oneemb.storage.table.chunk_scan import read_keys
 from oneemb.storage.table.geometry import Geometry
@@ -67,7 +69,7 @@ def backup_folder(
 
     Args:
         link: make hard links to the files of chunks, which must be on the same file system, instead of copies.
-        verify: compare every byte of the copy with its checksum at the end.
+        verify: compare chunks with their checksums before they are copied, and every byte of the copy at the end.
         progress: called with (bytes of the copy read so far, bytes to read) while the copy is verified.
 
     Raises:
@@ -78,7 +80,7 @@ def backup_folder(
     path, to = os.path.realpath(path), os.path.realpath(to)
     if os.path.commonpath([path, to]) in (path, to):
         raise StorageError(f"the copy must be outside of {path}, which is copied, got {to}; give another path")
-    backup = _Backup(path, to, link)
+    backup = _Backup(path, to, link, verify)
     with _only_writer(to):
         backup.run()
     if verify and os.path.isdir(to) and (problems := check_parts(to, progress=progress).problems):
@@ -98,7 +100,7 @@ def link_parts(path: str, to: str) -> None:
         StorageError: `to` has other chunks of the same numbers or other snapshots of the same names, or a file call
             fails.
     """
-    backup = _Backup(path, to, has_links(path))
+    backup = _Backup(path, to, has_links(path), verify=False)
     with _only_writer(to):
         backup.run_parts()
 
@@ -138,9 +140,9 @@ def _only_writer(to: str) -> Iterator[None]:
 
 
 class _Backup:
-    def __init__(self, path: str, to: str, link: bool):
+    def __init__(self, path: str, to: str, link: bool, verify: bool):
         self._fs: FileSystem = LocalFileSystem()
-        self._path, self._to, self._link = path, to, link
+        self._path, self._to, self._link, self._verify = path, to, link, verify
         self.result = BackupResult()
 
     def run(self) -> None:
@@ -257,18 +259,26 @@ class _Backup:
     def _copy_chunk(self, folder: str, target: str, geometry: Geometry, part: ChunkPart) -> None:
         sources, targets = chunk_paths(f"{folder}/chunks", part.number), chunk_paths(f"{target}/chunks", part.number)
         sizes = ROWS_BEGIN + part.blocks * geometry.block_bytes, part.keys_bytes
-        self._check_same(sources[1], targets[1], sizes[1])
-        for source, copy, size in zip(sources, targets, sizes, strict=True):
-            with suppress(FileNotFoundError):
-                if self._fs.size(copy) >= size:
-                    continue
+        lacking = [files for files in zip(sources, targets, sizes, strict=True) if self._lacks(*files[1:])]
+        if lacking:
+            if self._verify:
+                check_chunk(self._fs, f"{folder}/chunks", geometry, part)
+            else:
+                read_keys(self._fs, sources[1], geometry, part)
+            self._check_same(sources[1], targets[1], sizes[1])
+        for source, copy, size in lacking:
             self._copy_file(source, copy, size, link=self._link)
         try:
             read_keys(self._fs, targets[1], geometry, part)
         except CorruptTableError as error:
-            raise OtherTableError(
-                f"{target}: chunk {part.number} must be that of {folder}, it is damaged; give a new folder for the copy"
-            ) from error
+            raise _other_keys(sources[1], targets[1]) from error
+
+    def _lacks(self, copy: str, size: int) -> bool:
+        """Whether a file of the copy is missing, or shorter than `size`."""
+        try:
+            return self._fs.size(copy) < size
+        except FileNotFoundError:
+            return True
 
     def _check_same(self, source: str, copy: str, size: int) -> None:
         """Raise StorageError if the copy has another chunk of the same number."""
@@ -278,10 +288,7 @@ class _Backup:
             return
         pieces = zip(self._pieces(source, size), copied(self._fs, copy, size), strict=True)
         if not all(np.array_equal(one, other) for one, other in pieces):
-            raise OtherTableError(
-                f"{copy} must begin as {source} does, it has other keys: the copy is of another table; give a new"
-                " folder for the copy"
-            )
+            raise _other_keys(source, copy)
 
     def _copy_file(self, source: str, copy: str, size: int, *, link: bool = False) -> None:
         """Put the first `size` bytes of a file in place of the copy, durably; a link has all of the file."""
@@ -317,6 +324,13 @@ class _Backup:
             if isinstance(error.__cause__, FileNotFoundError):
                 raise CorruptTableError(f"{source} is missing, though a snapshot needs it") from error
             raise
+
+
+def _other_keys(source: str, copy: str) -> OtherTableError:
+    return OtherTableError(
+        f"{copy} must begin as {source} does, it has other keys: the copy is of another table, or damaged; give a new"
+        " folder for the copy"
+    )
 
 
 def _cloned(source: str, new: NewFile) -> bool:

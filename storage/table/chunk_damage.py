@@ -109,6 +109,13 @@ def examine_chunk(
     return state
 
 
+def check_chunk(fs: FileSystem, directory: str, geometry: Geometry, part: ChunkPart) -> None:
+    """Raise CorruptTableError unless all that a part of a chunk needs is as it was written."""
+    problems: list[StorageError] = []
+    if not examine_chunk(fs, directory, geometry, part, problems.append).intact:
+        raise CorruptTableError(str(problems[0]))
+
+
 class Run(NamedTuple):
     """A run of keys: its offset in the file, its first block, its rows and blocks, the offset behind it, and the
     checksum that the file has of it."""

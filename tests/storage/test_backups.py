@@ -418,3 +418,27 @@ def test_damaged_snapshots_are_named_and_the_others_copied(tmp_path):
         backup_folder(str(live), str(tmp_path / "link" / "sub"))
     with pytest.raises(StorageError, match="must be outside"):
         backup_folder(str(live), str(tmp_path / "link"))
+
+
+@pytest.mark.parametrize(("suffix", "verify"), [(".rows", True), (".keys", True), (".keys", False)])
+def test_a_chunk_that_is_damaged_since_the_last_backup_replaces_no_file_of_the_copy(tmp_path, suffix, verify):
+    """The chunk has grown, so the copy lacks a part of it; what the copy has of it is sound."""
+    live, copy, rows, rng = tmp_path / "live", tmp_path / "copy", {}, np.random.default_rng(0)
+    with open_table(live) as table:
+        for name in ("a", "b"):
+            put_random(table, rows, rng, 40, ids=30)
+            table.save_snapshot(name, {})
+            if name == "a":
+                backup_folder(str(live), str(copy))
+        saved = held_at(live)
+        (file,) = (live / CHUNKS).glob(f"*{suffix}")
+        assert file.stat().st_size > (copy / CHUNKS / file.name).stat().st_size
+    sound = file.read_bytes()
+    at = 4096 if suffix == ".rows" else 160
+    file.write_bytes(sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :])
+    result = backup_folder(str(live), str(copy), verify=verify)
+    assert result.snapshots == ["a"] and str(file) in result.incomplete["b"]
+    assert check_table(copy).problems == [] and held_at(copy) == {"a": saved["a"]}
+    file.write_bytes(sound)  # As from another copy.
+    assert backup_folder(str(live), str(copy)).copied == ["b"]
+    assert held_at(copy) == saved

@@ -84,8 +84,8 @@ def test_only_what_is_new_goes_over_the_wire_and_known_chunks_are_not_read(tmp_p
     whole = push(tmp_path / "live", url).bytes_uploaded
     pull(url, tmp_path / "copy")
     examined = []
-    original = push_module.examine_chunk
-    monkeypatch.setattr(push_module, "examine_chunk", lambda *args: examined.append(args[3]) or original(*args))
+    original = push_module.check_chunk
+    monkeypatch.setattr(push_module, "check_chunk", lambda *args: examined.append(args[3]) or original(*args))
     with open_table(tmp_path / "live") as table:
         table.load_snapshot("a")
         put_random(table, {}, np.random.default_rng(1), 50)
