@@ -51,6 +51,21 @@ class World(crash.World):
             super().__init__(fs)
 
 
+def test_keys_wait_in_lists_while_the_index_is_on_disk(monkeypatch):
+    """Tests of crashes and failed calls would otherwise not meet both together."""
+    world, noted, real = World(FaultyFileSystem()), [], pending_keys.PendingKeys.note
+
+    def note(self, *keys):
+        noted.append("/t/index.cold" in world.fs.entries)
+        return real(self, *keys)
+
+    monkeypatch.setattr(pending_keys.PendingKeys, "note", note)
+    for operation in crash.OPERATIONS[:5]:
+        world.put(100)
+        operation(world)
+    assert len(noted) > 10 and all(noted)
+
+
 @pytest.mark.parametrize("operation", [crash.put])
 def test_power_loss_at_any_call_leaves_every_snapshot_whole(operation, monkeypatch):
     monkeypatch.setattr(crash, "World", World)
@@ -182,7 +197,6 @@ def test_threads_that_put_and_get_find_the_rows_of_their_own_tables(tmp_path, io
 
 def test_a_clear_waits_for_the_thread_that_writes_the_old_index(tmp_path, monkeypatch):
     """The old index and the new one are in one file, which takes one call at a time."""
-    monkeypatch.setattr(pending_keys, "_LIST_MIN", 1)
     inside, go, busy, real, together = threading.Event(), threading.Event(), [], ColdFile.write, []
 
     def write(self, address_B):
