@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--with-state", is_flag=True, help="Publish the optimizer's state too.")
 @click.option("--table", "tables", multiple=True, type=click.IntRange(0), help="Only this table; may be repeated.")
+@click.option("--max-rows", type=click.IntRange(1), help="Most rows of a sink: the most used, or newest.")
 @click.option("--dtype", default="float32", show_default=True, help="Weights in served files.")
 @click.option("--seconds", default=1.0, show_default=True, help="Time between two looks for newer versions.")
 @click.option("--once", is_flag=True, help="Publish the newest version, and end.")
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 @json_option
 def publish_command(
     path: str, targets: tuple[str, ...], with_state: bool, tables: tuple[int, ...], dtype: str, seconds: float,
-    once: bool, version: str | None, as_json: bool,
+    once: bool, version: str | None, max_rows: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Publish the versions of a table to sinks, while a job saves snapshots and deltas, until Ctrl-C.
 
@@ -35,7 +36,7 @@ def publish_command(
     """
     from oneemb.sinks.publisher import publish
 
-    sinks = [_sink(target, list(tables) or None, with_state, dtype) for target in targets]
+    sinks = [_sink(target, list(tables) or None, with_state, dtype, max_rows) for target in targets]
     with publish(path, sinks, seconds=seconds, version=version) as publisher:
         shown: dict[str, str | None] = {}
         while not once:
@@ -53,20 +54,23 @@ def publish_command(
     )
 
 
-def _sink(target: str, tables: list[int] | None, with_state: bool, dtype: str) -> "Sink":
+def _sink(
+    target: str, tables: list[int] | None, with_state: bool, dtype: str, max_rows: int | None
+) -> "Sink":  # fmt: skip
     from oneemb import sinks
 
     kind, _, place = target.partition(":")
     if kind in ("redis", "rediss"):
-        return sinks.Redis(target, tables=tables, with_state=with_state)
+        return sinks.Redis(target, tables=tables, with_state=with_state, max_rows=max_rows)
     if not place:
         raise click.BadParameter(f"a sink must be a Redis URL or KIND:PLACE, got {target!r}", param_hint="--to")
     if kind in ("parquet", "safetensors"):
-        return sinks.Files(place, cast(Literal["parquet", "safetensors"], kind), tables=tables, with_state=with_state)
+        format = cast(Literal["parquet", "safetensors"], kind)
+        return sinks.Files(place, format, tables=tables, with_state=with_state, max_rows=max_rows)
     if kind == "table":
-        return sinks.Table(place, tables=tables, with_state=with_state)
+        return sinks.Table(place, tables=tables, with_state=with_state, max_rows=max_rows)
     if kind == "served":
-        return sinks.ServedFile(place, dtype, tables=tables)
+        return sinks.ServedFile(place, dtype, tables=tables, max_rows=max_rows)
     raise click.BadParameter(
         f"the kind of a sink must be redis, parquet, safetensors, table or served, got {kind!r}", param_hint="--to"
     )

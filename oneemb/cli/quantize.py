@@ -15,11 +15,12 @@ from oneemb.cli.output import FOLDER, json_option, progress_bar, size_text, tell
 @click.option("--out", required=True, type=click.Path(dir_okay=False), help="The file to write.")
 @click.option("--shard", multiple=True, type=FOLDER, help="Another folder of a sharded snapshot; may be repeated.")
 @click.option("--table", "tables", multiple=True, type=click.IntRange(0), help="Only this table; may be repeated.")
+@click.option("--max-rows", type=click.IntRange(1), help="Write at most so many rows: the most used, or newest.")
 @click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
 @json_option
 def quantize_command(
     path: str, name: str | None, dtype: str, out: str, shard: tuple[str, ...], tables: tuple[int, ...],
-    overwrite: bool, as_json: bool,
+    max_rows: int | None, overwrite: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Write a snapshot's weights to a file for serving.
 
@@ -29,12 +30,14 @@ def quantize_command(
     from oneemb.kernels.threads import Threads
     from oneemb.serving.build import find_snapshot, make_file
     from oneemb.storage.fs import absolute_path
+    from oneemb.storage.snapshots.row_cap import RowCap
 
     if os.path.exists(out) and not overwrite:
         raise FileExistsError(f"{out} exists; give overwrite=True to replace it, or another name")
     with progress_bar(as_json, "quantizing", "rows") as move:
         found = find_snapshot([path, *shard], name)
-        info = make_file(absolute_path(out), found, dtype, tables or None, threads=Threads(), progress=move)
+        cap = None if max_rows is None else RowCap(max_rows)
+        info = make_file(absolute_path(out), found, dtype, tables or None, threads=Threads(), progress=move, cap=cap)
     size = os.path.getsize(out)
     tell(
         as_json,

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ from oneemb.storage.serving.room import RoomFullError
 from oneemb.storage.serving.served_file import ServedInfo, row_bytes_of
 from oneemb.storage.serving.served_writer import remove_unfinished_files, write_served_file
 from oneemb.storage.snapshots.owned_rows import owned_rows
+from oneemb.storage.snapshots.row_cap import KeysIn, RowCap
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot, look_at
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
@@ -50,14 +51,15 @@ _TABLES_TEXT = 100  # most letters of a file's name that list tables
 
 
 class Source(NamedTuple):
-    """Folders with snapshots, the folder for served files, the dtype and tables of these files, and the
-    local copy of an object store, if the snapshots come from one."""
+    """Folders with snapshots, the folder for served files, the dtype and tables of these files, the local copy of an
+    object store, if the snapshots come from one, and the cap of rows, if there is one."""
 
     paths: list[str]
     folder: str
     dtype: str
     tables: tuple[int, ...] | None
     stored: StoredCopy | None = None
+    cap: RowCap | None = None
 
     @property
     def name(self) -> str:
@@ -155,10 +157,10 @@ def _newest(paths: Sequence[str]) -> PartedSnapshot:
 
 def make_file(
     path: str, snapshot: PartedSnapshot, dtype: str, tables: Sequence[int] | None, *, threads: Threads,
-    progress: Progress | None = None,
+    progress: Progress | None = None, cap: RowCap | None = None,
 ) -> ServedInfo:  # fmt: skip
     """Write the file of a snapshot, in one of `DTYPES`, with the rows of these tables; None = all tables. The order of
-    tables is the order of the columns of ids in lookups.
+    tables is the order of the columns of ids in lookups. `cap`: says which rows stay; None = all.
 
     Raises:
         ValueError: a number is not that of a table of the snapshot.
@@ -168,7 +170,8 @@ def make_file(
     format = SnapshotRows.of_meta(meta, name).format
     embedding = meta.get("embedding") or {}
     weights = format.dtype if dtype == "float32" or dtype == format.dtype else dtype
-    with owned_rows(snapshot, 0, 1) as rows:
+    with ExitStack() as opened:
+        rows = opened.enter_context(owned_rows(snapshot, 0, 1))
         every_table_N = rows.keys(lambda table_N, id_N: np.ones(len(id_N), np.bool_))[0]
         count = len(embedding.get("tables", ())) or 1 + int(every_table_N.max(initial=0))
         served = tuple(range(count)) if tables is None else tuple(tables)
@@ -177,12 +180,17 @@ def make_file(
         info = ServedInfo(
             name, snapshot.info.identity, snapshot.sequence, format.dtype, weights, format.dim,
             row_bytes_of(weights, format.dim), 0, 0, count, served, (), (), embedding, 0.0, 0.0, "",
+            max_rows=0 if cap is None else cap.max_rows,
         )  # fmt: skip
         served_T = np.isin(np.arange(count), served)
-        keys = rows.keys(lambda table_N, id_N: served_T.take(table_N))
-        return write_served_file(
-            path, info, keys, weights_in(rows, format, weights, served_T), threads=threads, progress=progress
-        )
+        if cap is None:
+            keys = rows.keys(lambda table_N, id_N: served_T.take(table_N))
+            weights_of_rows = weights_in(rows, format, weights, served_T)
+        else:
+            keys = cap.rows_of(snapshot, served).keys
+            kept = opened.enter_context(owned_rows(snapshot, 0, 1, keep=KeysIn(keys)))
+            weights_of_rows = weights_in(kept, format, weights, served_T)
+        return write_served_file(path, info, keys, weights_of_rows, threads=threads, progress=progress)
 
 
 def open_snapshot(
@@ -275,7 +283,7 @@ def _make(
     two newest whole files stay, and those of the versions that were there before and after this call."""
     made, links = nearest_files(snapshot, files_in(source.folder, kind))
     new = make_layer(
-        source.folder, kind, snapshot, made, links, threads=threads, progress=progress
+        source.folder, kind, snapshot, made, links, threads=threads, progress=progress, cap=source.cap
     ) if made else None  # fmt: skip
     if new is None:
         new = [_make_whole(source, kind, snapshot, threads, progress)]
@@ -293,7 +301,7 @@ def _make_whole(
 ) -> VersionFile:  # fmt: skip
     path = os.path.join(source.folder, file_name(snapshot.sequence, snapshot.info.identity, kind))
     if not os.path.exists(path):
-        make_file(path, snapshot, source.dtype, source.tables, threads=threads, progress=progress)
+        make_file(path, snapshot, source.dtype, source.tables, threads=threads, progress=progress, cap=source.cap)
     return VersionFile(snapshot.sequence, snapshot.info.identity, "", path)
 
 
@@ -339,13 +347,14 @@ def _opened(
 
 
 def _kind(source: Source) -> str:
-    """End of the names of all files with the dtype and tables of `source`."""
+    """End of the names of all files with the dtype, tables and cap of `source`."""
+    capped = "" if source.cap is None else f"-max-{source.cap.max_rows}"
     if source.tables is None:
-        return source.dtype
+        return source.dtype + capped
     tables = "-".join(map(str, source.tables))
     if len(tables) > _TABLES_TEXT:
         tables = "of-" + hashlib.sha256(tables.encode()).hexdigest()[:24]
-    return f"{source.dtype}-tables-{tables}"
+    return f"{source.dtype}-tables-{tables}{capped}"
 
 
 def _lock(fs: FileSystem, path: str, stop: Callable[[], bool]) -> int:

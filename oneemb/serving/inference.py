@@ -30,6 +30,7 @@ from oneemb.storage.fs import AnyPath
 from oneemb.storage.objects.object_store import ObjectStore, is_url
 from oneemb.storage.serving.layered_file import LayeredFile
 from oneemb.storage.serving.served_file import ServedFile, is_served_file
+from oneemb.storage.snapshots.row_cap import RowCap
 from oneemb.storage.snapshots.snapshot_parts import look_at
 
 _CPU = torch.device("cpu")
@@ -67,6 +68,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
         folder: AnyPath | None = None,
         verify: bool = False,
         num_threads: int | None = None,
+        max_rows: int | None = None,
     ) -> Self:
         """Serve a snapshot. The call makes the snapshot's served file if it does not exist; all processes share the
         file. It does not take the lock of the table's writer.
@@ -85,6 +87,9 @@ class InferenceEmbedding(Following, torch.nn.Module):
                 copy of the served snapshot, too, of which newer ones need only what is new.
             verify: compare all rows with their checksums now, instead of when a row is first read.
             num_threads: None = one for each core.
+            max_rows: largest number of rows, of the served tables together; None = all. Rows with the highest scores of
+                a policy stay; without a policy, rows that the latest deltas have written. The others read as ids
+                without a row.
 
         Raises:
             StorageError: the snapshot does not exist, its files are damaged, a row is not finite or too large for the
@@ -101,20 +106,24 @@ class InferenceEmbedding(Following, torch.nn.Module):
             got = f"{type(snapshot).__name__} {snapshot!r}"
             raise TypeError(f"snapshot must be the name of a snapshot, or None for the newest, got {got}")
         source, chosen = None, None if tables is None else _numbers(tables)
+        cap = None if max_rows is None else RowCap(max_rows)
         if len(paths) == 1 and is_served_file(paths[0]):
             file: ServedFile | LayeredFile = ServedFile(paths[0], threads=threads)
             if file.info.since:
                 raise ValueError(f"{paths[0]} has only rows that have changed since another file; open the job's path")
-            if snapshot not in (None, file.info.name) or chosen not in (None, file.info.tables):
+            right = snapshot in (None, file.info.name) and chosen in (None, file.info.tables)
+            if not right or max_rows not in (None, file.info.max_rows):
                 raise ValueError(
-                    f"{paths[0]} has snapshot {file.info.name!r} and tables {list(file.info.tables)}, got"
-                    f" snapshot={snapshot!r} and tables={tables}; leave both out"
+                    f"{paths[0]} has snapshot {file.info.name!r}, tables {list(file.info.tables)} and"
+                    f" max_rows={file.info.max_rows or None}, got snapshot={snapshot!r}, tables={tables} and"
+                    f" max_rows={max_rows}; leave them out"
                 )
         else:
             if is_url(path):
                 source = stored_source(ObjectStore(path), folder, served_dtype, chosen)
             else:
                 source = source_of(paths, folder, served_dtype, chosen)
+            source = source._replace(cap=cap)
             opened = open_snapshot(source, snapshot, threads=threads)
             assert opened is not None  # without `stop` and `above` there is always a file
             file = opened

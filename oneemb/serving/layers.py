@@ -16,6 +16,7 @@ Invariants:
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from oneemb.storage.serving.served_file import MANIFEST_MAX, ServedFile, with_go
 from oneemb.storage.serving.served_writer import write_served_file
 from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.owned_rows import owned_rows
+from oneemb.storage.snapshots.row_cap import Keys, KeysIn, RowCap, capped_changes
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
@@ -134,13 +136,14 @@ def weights_in(
 
 def make_layer(
     folder: str, kind: str, snapshot: PartedSnapshot, made: Sequence[VersionFile], links: int, *, threads: Threads,
-    progress: Progress,
+    progress: Progress, cap: RowCap | None = None,
 ) -> list[VersionFile] | None:  # fmt: skip
     """Make the version of a delta by one layer, from a version that is there, and return its files; None = a whole file
     must be made, since too much has changed, or the tables are others.
 
     Args:
         made, links: as `nearest_files` returns them.
+        cap: says which rows stay; None = all.
 
     Raises:
         StorageError, CorruptTableError: as `make_file` does; or a file of `made` is damaged.
@@ -154,11 +157,18 @@ def make_layer(
         return None
     if 2 * len(info.packed()) > MANIFEST_MAX:  # A layer has twice as many tables.
         return None
-    with owned_rows(later, 0, 1) as rows:
-        served_T = np.isin(np.arange(info.num_tables), info.tables)
+    served_T = np.isin(np.arange(info.num_tables), info.tables)
+    with ExitStack() as opened:
+        rows = opened.enter_context(owned_rows(later, 0, 1))
         live = rows.keys(lambda table_N, id_N: served_T.take(table_N))
-        table_N, id_N = rows.gone()
-        gone = table_N[served_T.take(table_N)], id_N[served_T.take(table_N)]
+        if cap is None:
+            table_N, id_N = rows.gone()
+            gone = table_N[served_T.take(table_N)], id_N[served_T.take(table_N)]
+        else:
+            before = _keys_of([base, *layers], threads)
+            live, gone, comes_back = capped_changes(before, cap.rows_of(snapshot, info.tables), live)
+            read = snapshot if comes_back else later
+            rows = opened.enter_context(owned_rows(read, 0, 1, keep=KeysIn(live)))
         count = len(live[1]) + len(gone[1])
         if _SHARE_MAX * (count + sum(layer.info.rows for layer in layers)) > info.rows:
             return None
@@ -194,6 +204,16 @@ def make_layer(
             threads=threads, progress=progress,
         )  # fmt: skip
     return [made[0], *files[: len(layers)], VersionFile(written.sequence, written.identity, since, path)]
+
+
+def _keys_of(files: Sequence[ServedFile], threads: Threads) -> Keys:
+    """Keys that have a row in a version. `files`: the file and its layers, the oldest first."""
+    tables = files[0].info.num_tables
+    found = [
+        (table_N[table_N < tables], id_N[table_N < tables])
+        for _, table_N, id_N, _ in _older(files[::-1], [], tables, threads)
+    ]
+    return np.concatenate([table_N for table_N, _ in found]), np.concatenate([id_N for _, id_N in found])
 
 
 def _older(

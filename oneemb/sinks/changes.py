@@ -17,6 +17,7 @@ from oneemb.rows.values import state_of, weights_of
 from oneemb.sinks.version import TableVersion
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.snapshots.owned_rows import open_part, owned_rows
+from oneemb.storage.snapshots.row_cap import CappedChanges, KeysIn, RowCap, capped_changes
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 from oneemb.storage.table.delta import GONE, gone_keys
@@ -37,9 +38,13 @@ class Changes:
         snapshot: the version, with its ancestors.
         is_whole: whether the changes are all rows, which replace whatever the sink has.
         stop: function that returns True once nobody wants the changes any more.
+        cap: says which rows stay, of the tables that are asked for; the others are as if they were gone. None = all.
     """
 
-    def __init__(self, snapshot: PartedSnapshot, is_whole: bool, stop: Callable[[], bool] = lambda: False):
+    def __init__(
+        self, snapshot: PartedSnapshot, is_whole: bool, stop: Callable[[], bool] = lambda: False,
+        cap: RowCap | None = None,
+    ):  # fmt: skip
         self.snapshot = snapshot
         """The version's snapshot in the table's folder."""
         self.version = TableVersion.of(snapshot)
@@ -49,10 +54,13 @@ class Changes:
         self.rows = SnapshotRows.of_meta(snapshot.info.meta, snapshot.name)
         """Format of the rows, with the optimizer whose state they hold, and the step."""
         self.num_rows = snapshot.info.rows if is_whole else sum(part.info.rows for part in snapshot.parts)
-        """Number of rows in `batches`, at most."""
+        """Number of rows in `batches`, at most; with a cap there may be more, rows that come back."""
+        if cap is not None:
+            self.num_rows = min(self.num_rows, cap.max_rows)
         self.nbytes = self.num_rows * self.rows.format.row_bytes
         """Bytes of the rows, at most."""
-        self._stop = stop
+        self._stop, self._cap = stop, cap
+        self._capped: dict[tuple[int, ...] | None, CappedChanges] = {}  # of the tables that were asked for
 
     def __repr__(self) -> str:
         kind = "all rows" if self.is_whole else "changes"
@@ -70,7 +78,7 @@ class Changes:
         """
         row_format = self.rows.format
         self._check_tables(tables)
-        for table_N, id_N, row_NW in self._scan(batch_size):
+        for table_N, id_N, row_NW in self._scan(batch_size, tables):
             self.check_wanted()
             if tables is not None:
                 kept = np.isin(table_N, tables)
@@ -88,6 +96,8 @@ class Changes:
         """
         if self.is_whole:
             return np.empty(0, np.int32), np.empty(0, np.int64)
+        if self._cap is not None:
+            return self._capped_changes(self._cap, tables).gone
         with ExitStack() as stack:
             readers = self._open(stack)
             arrays = [(reader.array(GONE) if GONE in reader.arrays else None, reader.info.name) for reader in readers]
@@ -105,7 +115,7 @@ class Changes:
 
     def whole(self) -> "Changes":
         """All rows of the same version, for a sink that wants to be built anew."""
-        return Changes(self.snapshot, True, self._stop)
+        return Changes(self.snapshot, True, self._stop, self._cap)
 
     def _check_tables(self, tables: Sequence[int] | None) -> None:
         described = (self.snapshot.info.meta.get("embedding") or {}).get("tables")
@@ -128,14 +138,31 @@ class Changes:
         """Format of the rows with optimizer state, without usage metadata."""
         return replace(self.rows, format=replace(self.rows.format, usage_words=0))
 
-    def _scan(self, batch_size: int) -> _Words:
-        if self.is_whole:
-            with owned_rows(self.snapshot, 0, 1) as rows:
+    def _scan(self, batch_size: int, tables: Sequence[int] | None) -> _Words:
+        keep, every = None, self.is_whole
+        if self._cap is not None and every:
+            keep = KeysIn(self._cap.rows_of(self.snapshot, tables).keys)
+        elif self._cap is not None:
+            capped = self._capped_changes(self._cap, tables)
+            keep, every = KeysIn(capped.put), capped.comes_back
+        if every:
+            with owned_rows(self.snapshot, 0, 1, keep=keep) as rows:
                 yield from rows.scan(batch_size)
             return
         with ExitStack() as stack:
             for reader in self._open(stack):
-                yield from reader.scan(batch_size)
+                yield from reader.scan(batch_size, keep)
+
+    def _capped_changes(self, cap: RowCap, tables: Sequence[int] | None) -> CappedChanges:
+        """Changes between the rows that stay of the version before and of this one."""
+        chosen = None if tables is None else tuple(tables)
+        if chosen not in self._capped:
+            *links, before = self.snapshot.before
+            kept = cap.rows_of(replace(before, before=tuple(links)), chosen)
+            with owned_rows(replace(self.snapshot, before=()), 0, 1) as rows:
+                written = rows.keys(lambda table_N, id_N: np.ones(len(id_N), np.bool_))
+            self._capped[chosen] = capped_changes(kept.keys, cap.rows_of(self.snapshot, chosen), written)
+        return self._capped[chosen]
 
     def _open(self, stack: ExitStack) -> list[SnapshotReader]:
         return [stack.enter_context(open_part(part)) for part in self.snapshot.parts]

@@ -11,6 +11,7 @@ from oneemb.sinks.sink import Sink
 from oneemb.sinks.version import PublishError, TableVersion
 from oneemb.sinks.versions import Versions
 from oneemb.storage.errors import StorageError
+from oneemb.storage.snapshots.row_cap import RowCap
 
 _log = logging.getLogger("oneemb")
 
@@ -49,6 +50,8 @@ class Delivery:
     def __init__(self, versions: Versions, sink: Sink, when_behind: str):
         self.sink = sink
         self._versions, self._when_behind = versions, when_behind
+        max_rows = getattr(sink, "max_rows", None)
+        self._cap = None if max_rows is None else RowCap(max_rows)
         self._lock = threading.Lock()
         self._shown: TableVersion | None = None
         self._count = {"versions": 0, "rows": 0, "wholes": 0, "errors": 0}
@@ -98,14 +101,16 @@ class Delivery:
         self._shown = self.sink.version()
         self._versions.pull(stop)
         return self._versions.changes(
-            self._shown, wants_whole=self.sink.wants_whole, when_behind=self._when_behind, stop=stop
+            self._shown, wants_whole=self.sink.wants_whole, when_behind=self._when_behind, stop=stop, cap=self._cap
         )
 
     def backlog(self) -> list[Changes]:
         """Versions that the sink lacks now, by the version that it was seen to show last. Empty if they are not
         known, since the folder cannot be read."""
         try:
-            return self._versions.changes(self._shown, wants_whole=False, when_behind="whole", stop=lambda: False)
+            return self._versions.changes(
+                self._shown, wants_whole=False, when_behind="whole", stop=lambda: False, cap=self._cap
+            )
         except (StorageError, OSError):
             return []  # `error` says so.
 

@@ -61,6 +61,7 @@ def faiss_sink(
     folder: AnyPath | None, index: "str | Callable[[np.ndarray], Any]" = "HNSW32", *, table: int = 0,
     vectors: Callable[[np.ndarray], np.ndarray] | None = None, inner_product: bool = True, rebuild: float = 0.25,
     save_every: int = 1, keep: int = 2,
+    max_rows: int | None = None,
 ) -> IndexSink:  # fmt: skip
     """A FAISS index of the rows of one table, which follows the table. Needs `pip install 'oneemb[faiss]'`.
 
@@ -77,10 +78,15 @@ def faiss_sink(
         rebuild: share of dead positions from which the index is built anew.
         save_every: number of versions after which the index is written to the folder.
         keep: number of versions that stay in the folder, for a rollback.
+        max_rows: largest number of rows, of the table; None = all. Rows with the highest scores of a policy
+            stay; without a policy, rows that the latest deltas have written.
 
     Raises:
         ImportError: the package is not installed.
         ValueError: an argument is not as above.
     """
     library = FaissLibrary(index, inner_product)
-    return IndexSink(folder, library, table=table, vectors=vectors, rebuild=rebuild, save_every=save_every, keep=keep)
+    return IndexSink(
+        folder, library, table=table, vectors=vectors, rebuild=rebuild, save_every=save_every, keep=keep,
+        max_rows=max_rows,
+    )  # fmt: skip

@@ -50,6 +50,8 @@ class FileSink:
         with_state: if True, publish the optimizer state too.
         merge_after: number of versions after which all rows are written anew, so that readers need not read more.
         merge_share: the same once deltas have this share of the rows of the last version with all rows.
+        max_rows: largest number of rows, of these tables together; None = all. Rows with the highest scores of a policy
+            stay; without a policy, rows that the latest deltas have written.
 
     Raises:
         ValueError, ImportError: the format is unknown, or its package is not installed.
@@ -58,15 +60,16 @@ class FileSink:
     def __init__(
         self, folder: AnyPath, format: Literal["parquet", "safetensors"] = "parquet", *,
         tables: "list[int] | tuple[int, ...] | None" = None, with_state: bool = False, merge_after: int = 64,
-        merge_share: float = 1.0,
+        merge_share: float = 1.0, max_rows: int | None = None,
     ):  # fmt: skip
         if format not in ("parquet", "safetensors"):
             raise ValueError(f"format must be 'parquet' or 'safetensors', got {format!r}")
         need("pyarrow.parquet" if format == "parquet" else "safetensors", f"a folder of {format} files", format)
         self.name = self._folder = absolute_path(folder)
         self._fs, self._format = LocalFileSystem(), format
-        self._choice = choice_of(tables, with_state) | {"format": format}
+        self._choice = choice_of(tables, with_state, max_rows) | {"format": format}
         self._tables, self._with_state = self._choice["tables"], with_state
+        self.max_rows = max_rows
         self._merge_after, self._merge_share = merge_after, merge_share
         self._lock = FolderLock(self._fs, self._folder)
 

@@ -105,6 +105,8 @@ class IndexSink:
         rebuild: share of dead positions from which the index is built anew.
         save_every: number of versions after which the index is written to the folder.
         keep: number of versions that stay in the folder, for a rollback.
+        max_rows: largest number of rows, of the table; None = all. Rows with the highest scores of a policy
+            stay; without a policy, rows that the latest deltas have written.
 
     Raises:
         ValueError: an argument is not as above.
@@ -113,6 +115,7 @@ class IndexSink:
     def __init__(
         self, folder: AnyPath | None, library: IndexLibrary, *, table: int,
         vectors: Callable[[np.ndarray], np.ndarray] | None, rebuild: float, save_every: int, keep: int,
+        max_rows: int | None,
     ):  # fmt: skip
         if not 0 < rebuild <= 1 or save_every < 1 or keep < 1:
             raise ValueError(
@@ -123,8 +126,8 @@ class IndexSink:
         self.name = f"{library.name} index of table {table}{'' if self._folder is None else f' in {self._folder}'}"
         self._library, self._table, self._vectors = library, table, vectors
         self._rebuild, self._save_every, self._keep = rebuild, save_every, keep
-        self._choice = choice_of([table], False) | {"library": library.name} | library.choice
-        self._fs = LocalFileSystem()
+        self._choice = choice_of([table], False, max_rows) | {"library": library.name} | library.choice
+        self._fs, self.max_rows = LocalFileSystem(), max_rows
         self._lock = None if self._folder is None else FolderLock(self._fs, self._folder)
         self._view: IndexView | None = None
         self._places: HashIndex | None = None  # positions of the live ids; None = to be made from the view

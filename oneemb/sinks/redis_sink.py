@@ -46,6 +46,8 @@ class RedisSink:
         atomic_bytes: changes of at most so many bytes of rows are written by one transaction, so that readers see one
             version. The server does nothing else meanwhile. Larger changes are written in pieces, and the version is
             null until the last one.
+        max_rows: largest number of rows, of these tables together; None = all. Rows with the highest scores of a policy
+            stay; without a policy, rows that the latest deltas have written.
 
     Raises:
         ValueError: the URL is invalid.
@@ -55,8 +57,9 @@ class RedisSink:
     wants_whole = False
 
     def __init__(
-        self, url: str, *, tables: Sequence[int] | None = None, with_state: bool = False, atomic_bytes: int = 64 << 20
-    ):
+        self, url: str, *, tables: Sequence[int] | None = None, with_state: bool = False, atomic_bytes: int = 64 << 20,
+        max_rows: int | None = None,
+    ):  # fmt: skip
         need("redis", "a sink in Redis", "redis")
         from oneemb.storage.remote.redis_url import read_redis_url
 
@@ -68,7 +71,7 @@ class RedisSink:
         if not self._url.prefix or self._url.cluster:
             raise ValueError(f"{self.name}: the URL of a sink must have a `prefix=` of its own, and no `cluster=true`")
         self._key = f"{self._url.prefix}_version".encode()
-        self._choice = choice_of(tables, with_state)
+        self._choice, self.max_rows = choice_of(tables, with_state, max_rows), max_rows
         self._tables, self._with_state, self._atomic_bytes = self._choice["tables"], with_state, atomic_bytes
         self._client: Any = None
 

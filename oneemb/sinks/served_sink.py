@@ -9,6 +9,7 @@ from oneemb.sinks.changes import Changes
 from oneemb.sinks.version import TableVersion, choice_of
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path, doing
 from oneemb.storage.serving.served_file import ServedFile
+from oneemb.storage.snapshots.row_cap import RowCap
 
 
 class ServedFileSink:
@@ -20,15 +21,19 @@ class ServedFileSink:
         dtype: "float32" (the weights as trained), "float16", "int8" or "int4".
         tables: numbers of the tables to serve, in the order of the columns of ids; None = all.
         num_threads: threads that write.
+        max_rows: largest number of rows, of these tables together; None = all. Rows with the highest scores of a policy
+            stay; without a policy, rows that the latest deltas have written.
     """
 
     wants_whole = True
 
     def __init__(
-        self, path: AnyPath, dtype: str = "float32", *, tables: Sequence[int] | None = None, num_threads: int = 1
-    ):
+        self, path: AnyPath, dtype: str = "float32", *, tables: Sequence[int] | None = None, num_threads: int = 1,
+        max_rows: int | None = None,
+    ):  # fmt: skip
         self.name = self._path = absolute_path(path)
         choice_of(tables, False)
+        self.max_rows, self._cap = max_rows, None if max_rows is None else RowCap(max_rows)
         self._dtype, self._tables, self._threads = check_formats(dtype, "zeros"), tables, Threads(num_threads)
 
     def version(self) -> TableVersion | None:
@@ -36,7 +41,8 @@ class ServedFileSink:
             return None
         info = ServedFile(self._path, threads=self._threads).info
         tables = range(info.num_tables) if self._tables is None else self._tables
-        if info.tables != tuple(tables) or info.weights != (info.trained if self._dtype == "float32" else self._dtype):
+        weights = info.trained if self._dtype == "float32" else self._dtype
+        if (info.tables, info.weights, info.max_rows) != (tuple(tables), weights, self.max_rows or 0):
             return None  # The file was made with another choice.
         return TableVersion(info.name, info.identity, info.sequence, info.embedding.get("name", ""))
 
@@ -49,7 +55,8 @@ class ServedFileSink:
             changes.check_wanted()
 
         make_file(
-            self._path, changes.snapshot, self._dtype, self._tables, threads=self._threads, progress=progress
+            self._path, changes.snapshot, self._dtype, self._tables, threads=self._threads, progress=progress,
+            cap=self._cap,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from oneemb.sinks.changes import Changes
-from oneemb.sinks.version import TableVersion, read_json, write_json
+from oneemb.sinks.version import TableVersion, choice_of, read_json, write_json
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path, doing
 
 
@@ -16,6 +16,8 @@ class Sink(Protocol):
     - `version` returns the version of the last `apply` that returned, in another process too;
     - after an `apply` that was killed or has raised, `version` returns the version before, and the next `apply` with
       the same changes, or with all rows of any version, makes up for it.
+
+    A sink with an attribute `max_rows`, an int, gets changes of at most so many rows.
     """
 
     @property
@@ -45,22 +47,29 @@ class FunctionSink:
         function: function of one argument, `Changes`.
         position: file for the version that the function has taken last; None = memory, and the first version of a
             publisher has all rows.
+        max_rows: largest number of rows that a reader of the changes has; None = all. Rows with the highest scores of a
+            policy stay; without a policy, rows that the latest deltas have written.
     """
 
     wants_whole = False
 
-    def __init__(self, function: Callable[[Changes], Any], position: AnyPath | None = None):
+    def __init__(
+        self, function: Callable[[Changes], Any], position: AnyPath | None = None, *, max_rows: int | None = None
+    ):
         if not callable(function):
             raise TypeError(f"function must be callable with the changes, got {type(function).__name__} {function!r}")
         self.name = getattr(function, "__qualname__", type(function).__name__)
         self._function, self._path = function, None if position is None else absolute_path(position)
-        self._fs = LocalFileSystem()
+        choice_of(None, False, max_rows)
+        self._fs, self.max_rows = LocalFileSystem(), max_rows
         self._version: TableVersion | None = None
 
     def version(self) -> TableVersion | None:
         if self._path is None:
             return self._version
         found = read_json(self._fs, self._path)
+        if isinstance(found, dict) and found.get("max_rows") != self.max_rows:
+            return None  # Rows that have not stayed under the former cap are missing.
         return None if found is None else TableVersion.of_fields(found, self._path)
 
     def apply(self, changes: Changes) -> None:
@@ -68,9 +77,10 @@ class FunctionSink:
         if self._path is None:
             self._version = changes.version
             return
+        capped = {} if self.max_rows is None else {"max_rows": self.max_rows}
         with doing("make the folder of", self._path):
             self._fs.make_directories(os.path.dirname(self._path))
-        write_json(self._fs, self._path, changes.version.to_fields())
+        write_json(self._fs, self._path, changes.version.to_fields() | capped)
 
     def close(self) -> None:
         """Do nothing: nothing is open."""

@@ -24,17 +24,20 @@ class TableSink:
         tables: numbers of the tables to publish; None = all.
         with_state: if True, publish the optimizer state too, so that a job can go on from a snapshot.
         keep: number of snapshots that stay.
+        max_rows: largest number of rows, of these tables together; None = all. Rows with the highest scores of a policy
+            stay; without a policy, rows that the latest deltas have written.
     """
 
     wants_whole = False
 
     def __init__(
-        self, folder: AnyPath, *, tables: Sequence[int] | None = None, with_state: bool = False, keep: int = 2
-    ):
+        self, folder: AnyPath, *, tables: Sequence[int] | None = None, with_state: bool = False, keep: int = 2,
+        max_rows: int | None = None,
+    ):  # fmt: skip
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep must be a number of snapshots, 1 or more, got {keep!r}")
         self.name = self._folder = absolute_path(folder)
-        self._choice = choice_of(tables, with_state)
+        self._choice, self.max_rows = choice_of(tables, with_state, max_rows), max_rows
         self._tables, self._with_state, self._keep = self._choice["tables"], with_state, keep
         self._table: PersistentTable | None = None
 
@@ -57,6 +60,7 @@ class TableSink:
             info = changes.snapshot.info
             meta = without_part(without_delta(info.meta, number_of(info)))
             meta |= rows.to_meta(info.meta.get("embedding") or {}) | {"choice": self._choice}
+            meta |= {"history": changes.version.history}
             table.save_snapshot(
                 changes.version.name, meta, overwrite=True, identity=changes.version.identity,
                 sequence=changes.version.sequence,
@@ -90,4 +94,5 @@ class TableSink:
 
 
 def _version_of(info: SnapshotInfo) -> TableVersion:
-    return TableVersion(info.name, info.identity, info.sequence, (info.meta.get("embedding") or {}).get("name", ""))
+    name = (info.meta.get("embedding") or {}).get("name", "")
+    return TableVersion(info.name, info.identity, info.sequence, name, info.meta.get("history", ""))

@@ -93,6 +93,7 @@ def usearch_sink(
     folder: AnyPath | None, *, table: int = 0, vectors: Callable[[np.ndarray], np.ndarray] | None = None,
     inner_product: bool = True, dtype: str = "f32", connectivity: int = 16, expansion_add: int = 128,
     expansion_search: int = 64, num_threads: int = 1, rebuild: float = 0.25, save_every: int = 1, keep: int = 2,
+    max_rows: int | None = None,
 ) -> IndexSink:  # fmt: skip
     """A usearch index of the rows of one table, which follows the table. Needs `pip install 'oneemb[usearch]'`.
 
@@ -111,10 +112,15 @@ def usearch_sink(
         rebuild: share of dead positions from which the index is built anew.
         save_every: number of versions after which the index is written to the folder.
         keep: number of versions that stay in the folder, for a rollback.
+        max_rows: largest number of rows, of the table; None = all. Rows with the highest scores of a policy
+            stay; without a policy, rows that the latest deltas have written.
 
     Raises:
         ImportError: the package is not installed.
         ValueError: an argument is not as above.
     """
     library = UsearchLibrary(inner_product, dtype, connectivity, expansion_add, expansion_search, num_threads)
-    return IndexSink(folder, library, table=table, vectors=vectors, rebuild=rebuild, save_every=save_every, keep=keep)
+    return IndexSink(
+        folder, library, table=table, vectors=vectors, rebuild=rebuild, save_every=save_every, keep=keep,
+        max_rows=max_rows,
+    )  # fmt: skip

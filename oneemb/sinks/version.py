@@ -1,5 +1,6 @@
 """Version of a table that a sink shows, as the sink stores it beside the rows."""
 
+import hashlib
 import json
 import operator
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import FileSystem, doing, read_file
 from oneemb.storage.new_files import replace_file
+from oneemb.storage.snapshots.row_cap import RowCap
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 
 
@@ -26,12 +28,18 @@ class TableVersion(NamedTuple):
     """Number that increases with each snapshot of the table."""
     embedding: str
     """Name of the embedding that saved the snapshot; "" if none did."""
+    history: str = ""
+    """Hash of the identities of the snapshots that the rows were read from; "" if an earlier release wrote it. The rows
+    that stay under a cap depend on it, and `oneemb reshard` changes it."""
 
     @classmethod
     def of(cls, snapshot: PartedSnapshot) -> "TableVersion":
         """Version of a snapshot."""
-        info = snapshot.info
-        return cls(snapshot.name, info.identity, snapshot.sequence, (info.meta.get("embedding") or {}).get("name", ""))
+        info, chain = snapshot.info, " ".join(link.info.identity for link in (*snapshot.before, snapshot))
+        return cls(
+            snapshot.name, info.identity, snapshot.sequence, (info.meta.get("embedding") or {}).get("name", ""),
+            hashlib.sha256(chain.encode()).hexdigest()[:32],
+        )  # fmt: skip
 
     def to_fields(self) -> dict[str, Any]:
         """The version as a dict that JSON can hold."""
@@ -40,7 +48,8 @@ class TableVersion(NamedTuple):
     @classmethod
     def of_fields(cls, found: object, where: str) -> "TableVersion":
         """Version in the dict that `to_fields` made. CorruptTableError, which names `where`, if it is no such dict."""
-        kinds = {"name": str, "identity": str, "sequence": int, "embedding": str}
+        kinds = {"name": str, "identity": str, "sequence": int, "embedding": str, "history": str}
+        found = {"history": ""} | found if isinstance(found, dict) else found
         if not isinstance(found, dict) or any(type(found.get(key)) is not kind for key, kind in kinds.items()):
             raise CorruptTableError(
                 f"{where} must hold the version that a publisher has written, got {repr(found)[:100]}; restore it from"
@@ -49,12 +58,12 @@ class TableVersion(NamedTuple):
         return cls(*(found[key] for key in kinds))
 
 
-def choice_of(tables: Sequence[int] | None, with_state: bool) -> dict[str, Any]:
+def choice_of(tables: Sequence[int] | None, with_state: bool, max_rows: int | None = None) -> dict[str, Any]:
     """Choice of the rows and state that a sink gets, as a dict that JSON can hold. A sink stores its choice beside the
     version: a sink that was made with another choice shows no version, and gets all rows.
 
     Raises:
-        ValueError: `tables` are no numbers of tables.
+        ValueError: `tables` are no numbers of tables, or `max_rows` is no number of rows.
         TypeError: `with_state` is no bool.
     """
     if not isinstance(with_state, bool):
@@ -65,7 +74,8 @@ def choice_of(tables: Sequence[int] | None, with_state: bool) -> dict[str, Any]:
         raise ValueError(f"tables must be a list of numbers of tables, or None for all, got {tables!r:.100}") from error
     if numbers is not None and (not numbers or numbers[0] < 0):
         raise ValueError(f"tables must be one number or more, each 0 or more, or None for all, got {tables!r:.100}")
-    return {"tables": numbers, "with_state": with_state}
+    capped = {} if max_rows is None else {"max_rows": RowCap(max_rows).max_rows}
+    return {"tables": numbers, "with_state": with_state} | capped
 
 
 def load_json(text: str | bytes, where: str) -> object:

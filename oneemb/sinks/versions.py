@@ -11,6 +11,7 @@ from oneemb.sinks.changes import Changes
 from oneemb.sinks.version import PublishError, TableVersion
 from oneemb.storage.bottom import NOT_SAVED
 from oneemb.storage.errors import OtherTableError
+from oneemb.storage.snapshots.row_cap import RowCap
 from oneemb.storage.snapshots.snapshot_parts import FoundParts, PartedSnapshot, folders_at, look_at
 
 _OLD_S = 2.0
@@ -74,8 +75,9 @@ class Versions:
         return found.get(names[-1]) if names else None
 
     def changes(
-        self, shown: TableVersion | None, *, wants_whole: bool, when_behind: str, stop: Callable[[], bool]
-    ) -> list[Changes]:
+        self, shown: TableVersion | None, *, wants_whole: bool, when_behind: str, stop: Callable[[], bool],
+        cap: RowCap | None = None,
+    ) -> list[Changes]:  # fmt: skip
         """Changes that a sink must get, in order.
 
         Args:
@@ -83,7 +85,7 @@ class Versions:
             wants_whole: whether the sink wants all rows in place of deltas.
             when_behind: "whole" = all rows of the newest version if the deltas since `shown` are not there; "error" =
                 PublishError.
-            stop: passed to `Changes`.
+            stop, cap: passed to `Changes`.
 
         Raises:
             PublishError: the deltas since `shown` are not there, and `when_behind` is "error".
@@ -94,7 +96,7 @@ class Versions:
         if newest is None:
             return []
         if shown is None:
-            return [Changes(newest, True, stop)]
+            return [Changes(newest, True, stop, cap)]
         version = TableVersion.of(newest)
         if version.embedding != shown.embedding:
             raise OtherTableError(
@@ -107,10 +109,13 @@ class Versions:
         known = [link.info.identity for link in links]
         if shown.identity in known and not wants_whole:
             first = known.index(shown.identity) + 1
-            return [Changes(replace(links[n], before=tuple(links[:n])), False, stop) for n in range(first, len(links))]
+            chain = [replace(link, before=tuple(links[:n])) for n, link in enumerate(links)]
+            if cap is None or TableVersion.of(chain[first - 1]).history == shown.history:
+                return [Changes(link, False, stop, cap) for link in chain[first:]]
+            wants_whole = True  # Another choice of rows has stayed.
         if when_behind == "error" and not wants_whole:
             raise PublishError(
                 f"the sink shows {shown.name!r} (identity {shown.identity}), and {', '.join(self.paths)} has no deltas"
                 f' from there to {version.name!r}; publish with when_behind="whole" to give the sink all rows'
             )
-        return [Changes(newest, True, stop)]
+        return [Changes(newest, True, stop, cap)]

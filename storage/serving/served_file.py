@@ -70,6 +70,7 @@ class ServedInfo:
     error_rms: float
     sums: str
     since: str = ""
+    max_rows: int = 0
 
     @property
     def all_tables(self) -> int:
@@ -113,6 +114,8 @@ class ServedInfo:
         fields = asdict(self)
         if not self.since:
             del fields["since"]
+        if not self.max_rows:
+            del fields["max_rows"]
         body = json.dumps(fields).encode()
         body += b" " * (-len(body) % 8)
         return body + _SUM.pack(xxh64(body))
@@ -308,6 +311,7 @@ def _info_of(found: Any) -> ServedInfo:
     need(isinstance(info.name, str) and isinstance(info.identity, str), "name")
     need(isinstance(info.sums, str) and isinstance(info.embedding, dict), "sums")
     need(isinstance(info.since, str) and ("since" not in found or info.since != ""), "since")
+    need(number(info.max_rows, 1 if "max_rows" in found else 0, _SLOTS_MAX), "max_rows")
     need(number(info.sequence, 0, 1 << 62), "sequence")
     need(info.trained in WEIGHTS and info.weights in (*WEIGHTS, *QUANTIZED), "weights")
     need(number(info.dim, 1, 1 << 28), "dim")

@@ -12,15 +12,19 @@ from oneemb.storage.errors import OtherSnapshotError
 from oneemb.storage.fs import FileSystem
 from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.snapshot_parts import Part, PartedSnapshot
-from oneemb.storage.table.snapshot_reader import SnapshotReader
+from oneemb.storage.table.snapshot_reader import Keep, SnapshotReader
 
 
-def owned_rows(snapshot: PartedSnapshot, owner: int, owners: int, fs: FileSystem | None = None) -> LinkedRows:
+def owned_rows(
+    snapshot: PartedSnapshot, owner: int, owners: int, fs: FileSystem | None = None, *, keep: Keep | None = None
+) -> LinkedRows:
     """Rows of owner `owner` of `owners` in a snapshot and its ancestors. Only parts that may hold such rows are opened.
-    Raises StorageError if a part cannot be read here, or is not the part that was listed."""
+    Raises StorageError if a part cannot be read here, or is not the part that was listed. `keep`: keeps only some of
+    these rows."""
 
     def is_own(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
-        return owner_of(table_N, id_N, owners) == owner
+        own_N = owner_of(table_N, id_N, owners) == owner
+        return own_N if keep is None else own_N & keep(table_N, id_N)
 
     links: list[list[SnapshotReader]] = []
     with ExitStack() as opened:  # closes the opened readers if a later one cannot be opened
