@@ -16,7 +16,7 @@ Invariants:
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -319,10 +319,18 @@ class IndexSink:
                         self._fs.remove(f"{self._folder}/{file}")
 
     def _load_newest(self) -> IndexView | None:
-        versions = self._manifest()
-        if versions and (self._view is None or self._view.version.identity != versions[-1]["version"].get("identity")):
-            self._view, self._places = self._load(versions[-1]), None
-        return self._view
+        versions, view = self._manifest(), self._view
+        while versions and (view is None or view.version.identity != versions[-1]["version"].get("identity")):
+            try:
+                view = self._load(versions[-1])
+            except StorageError:
+                tried, versions = versions[-1], self._manifest()
+                if versions[-1:] == [tried]:
+                    raise
+                # A publisher has saved a newer version, and removed these files.
+        if view is not self._view:
+            self._view, self._places = view, None
+        return view
 
     def _on_disk(self, identity: str) -> IndexView | None:
         for one in self._manifest():
@@ -333,22 +341,32 @@ class IndexSink:
     def _load(self, entry: dict[str, Any]) -> IndexView:
         version = TableVersion.of_fields(entry["version"], self._path)
         index_path, ids_path = (f"{self._folder}/{entry[key]}" for key in ("index", "ids"))
-        # Sums first: a library may crash on bytes that it has not written.
-        for path, expected in ((index_path, entry["index_sum"]), (ids_path, entry["ids_sum"])):
-            with doing("read", path), open(path, "rb") as file:
-                found = 0
-                while data := file.read(_READ_BYTES):
-                    found = zlib.crc32(data, found)
-            if found != expected:
-                raise CorruptTableError(
-                    f"{path} must have CRC-32 {expected:08x}, as it was written, it has {found:08x}; restore it from a"
-                    f" copy, or remove {self._path}, and the index is built anew"
-                )
-        with doing("read", index_path), open(index_path, "rb") as file:
-            index = self._library.read(file)
-        with doing("read", ids_path), open(ids_path, "rb") as file:
-            id_P, live_P = np.load(file, allow_pickle=False), np.load(file, allow_pickle=False)
+        with ExitStack() as stack:
+            files = []
+            for path in (index_path, ids_path):  # both before the first read: an open file outlasts its removal
+                with doing("read", path):
+                    files.append(stack.enter_context(open(path, "rb")))
+            # Sums first: a library may crash on bytes that it has not written.
+            self._check_sum(files[0], index_path, entry["index_sum"])
+            self._check_sum(files[1], ids_path, entry["ids_sum"])
+            with doing("read", index_path):
+                index = self._library.read(files[0])
+            with doing("read", ids_path):
+                id_P, live_P = (np.load(files[1], allow_pickle=False) for _ in range(2))
         return IndexView.of(version, index, id_P, live_P, entry.get("choice", self._choice))
+
+    def _check_sum(self, file: IO[bytes], path: str, expected: int) -> None:
+        """Compare the sum of a file's bytes with its sum when it was written, and go back to its begin."""
+        with doing("read", path):
+            found = 0
+            while data := file.read(_READ_BYTES):
+                found = zlib.crc32(data, found)
+            file.seek(0)
+        if found != expected:
+            raise CorruptTableError(
+                f"{path} must have CRC-32 {expected:08x}, as it was written, it has {found:08x}; restore it from a"
+                f" copy, or remove {self._path}, and the index is built anew"
+            )
 
 
 class SummedFile:

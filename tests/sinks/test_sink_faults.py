@@ -467,6 +467,29 @@ def test_a_damaged_index_is_an_error_that_names_the_file(job, tmp_path, index):
     assert make(folder).refresh().name == "v1"
 
 
+@pytest.mark.parametrize("index", ["Flat", "usearch"])
+@pytest.mark.parametrize("opened", [0, 1])
+def test_a_version_that_a_publisher_replaces_while_it_is_loaded_is_no_error(job, tmp_path, monkeypatch, index, opened):
+    make = functools.partial(LIBRARIES[index], tmp_path / "index", table=1, inner_product=False, keep=1)
+    flush(job, make())
+    paths = []
+
+    def racing(path, *mode):
+        paths.append(path)
+        if len(paths) == opened + 1:
+            job.save("v2")
+            flush(job, make())
+        return open(path, *mode)
+
+    monkeypatch.setattr("oneemb.sinks.index_sink.open", racing, raising=False)
+    sink = make()
+    names = {sink.refresh().name, sink.refresh().name}
+    assert sink.view.version.name == "v2" and names <= {"v1", "v2"}
+    ids, rows = rows_of_index(job, "v2")
+    query = np.zeros((1, 4), np.float32)
+    assert sink.search(query, 7)[1].tolist() == nearest(ids, rows, query, 7)
+
+
 @pytest.mark.parametrize("index", ["HNSW16", "usearch"])
 def test_searches_go_on_while_versions_are_added(job, index):
     sink = LIBRARIES[index](None, table=1, inner_product=False)
