@@ -45,14 +45,17 @@ class SinkStats(TypedDict):
 
 
 class Delivery:
-    """Gives one sink the versions that it lacks. One call at a time, from any thread."""
+    """Gives one sink the versions that it lacks. One call at a time, from any thread.
+
+    Invariant: the sink is closed by `close`, or at the end of the `run` that `close` has found at work.
+    """
 
     def __init__(self, versions: Versions, sink: Sink, when_behind: str):
         self.sink = sink
         self._versions, self._when_behind = versions, when_behind
         max_rows = getattr(sink, "max_rows", None)
         self._cap = None if max_rows is None else RowCap(max_rows)
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), False
         self._shown: TableVersion | None = None
         self._count = {"versions": 0, "rows": 0, "wholes": 0, "errors": 0}
         self.error: BaseException | None = None
@@ -60,6 +63,22 @@ class Delivery:
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Give the sink all versions that it lacks. An error is kept in `error`, and logged once."""
+        try:
+            self._run_alone(stop)
+        finally:
+            if self._closed:
+                self.close()
+
+    def close(self) -> None:
+        """Close the sink, now or once the call of `run` at work has ended. A second call closes it again."""
+        self._closed = True
+        if self._lock.acquire(blocking=False):
+            try:
+                self.sink.close()
+            finally:
+                self._lock.release()
+
+    def _run_alone(self, stop: Callable[[], bool]) -> None:
         with self._lock:
             try:
                 self._run(stop)

@@ -10,6 +10,7 @@
 
 Invariants:
 - the manifest is replaced, atomically, after the files that it names are durable;
+- files that a manifest names do not change;
 - files of a manifest are removed two whole versions later, so a reader of a manifest can read its files.
 """
 
@@ -26,14 +27,14 @@ from oneemb.rows.files_parquet import ParquetWriter
 from oneemb.rows.files_safetensors import NewTensor, SafetensorsWriter, write_safetensors
 from oneemb.sinks.changes import Changes
 from oneemb.sinks.folder_lock import FolderLock
-from oneemb.sinks.version import TableVersion, choice_of, read_json, write_json
+from oneemb.sinks.version import TableVersion, choice_of, read_json, unnamed, write_json
 from oneemb.storage.errors import CorruptTableError, FormatVersionError
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path, doing
 from oneemb.storage.new_files import new_files
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 _FORMAT = 1
-_OURS = re.compile(r"\d{12,}-[0-9a-f]{32}(-all)?(\.gone)?\.(parquet|safetensors)(\.tmp)?")
+_OURS = re.compile(r"\d{12,}-[0-9a-f]{32}(-all)?(-\d+)?(\.gone)?\.(parquet|safetensors)(\.tmp)?")
 
 
 class FileSink:
@@ -93,6 +94,8 @@ class FileSink:
         self._lock.take()
         manifest = self._manifest()
         stem = f"{changes.version.sequence:012d}-{changes.version.identity}{'-all' * changes.is_whole}"
+        named = {*_files_of(manifest["versions"]), *manifest["former"]}
+        stem = unnamed(stem, named)
         rows, gone = f"{stem}.{self._format}", f"{stem}.gone.{self._format}"
         with doing("write files in", self._folder):
             num_rows = self._write_rows(changes, rows)

@@ -10,7 +10,7 @@ Once too many positions are dead, the index is built anew from all rows.
 
 Invariants:
 - a search sees one version, completely: positions that are added for the next one are not live in its view;
-- the manifest is replaced, atomically, after the files that it names are durable.
+- the manifest is replaced, atomically, after the files that it names are durable; these do not change.
 """
 
 import re
@@ -25,7 +25,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.sinks.changes import Changes
 from oneemb.sinks.folder_lock import FolderLock
 from oneemb.sinks.turns import Turns
-from oneemb.sinks.version import TableVersion, choice_of, read_json, write_json
+from oneemb.sinks.version import TableVersion, choice_of, read_json, unnamed, write_json
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path, doing
 from oneemb.storage.hash_index import HashIndex
@@ -34,7 +34,7 @@ from oneemb.storage.new_files import new_files
 _ADDED = 1024
 """Vectors that are added while searches wait."""
 _READ_BYTES = 1 << 20
-_OURS = re.compile(r"\d{12,}-[0-9a-f]{32}\.(faiss|usearch|ids)(\.tmp)?")
+_OURS = re.compile(r"\d{12,}-[0-9a-f]{32}(-\d+)?\.(faiss|usearch|ids)(\.tmp)?")
 
 
 class IndexView(NamedTuple):
@@ -299,10 +299,12 @@ class IndexSink:
     def _save(self, view: IndexView) -> None:
         if self._folder is None:
             return
+        before = self._manifest()
         stem = f"{view.version.sequence:012d}-{view.version.identity}"
+        stem = unnamed(stem, [one["index"] for one in before])
         entry: dict[str, Any] = {"version": view.version.to_fields(), "choice": self._choice}
         entry |= {"index": f"{stem}{self._library.suffix}", "ids": f"{stem}.ids"}
-        others = [one for one in self._manifest() if one["index"] != entry["index"]]
+        others = [one for one in before if one["version"].get("identity") != view.version.identity]
         with doing("write an index in", self._folder):
             with new_files(f"{self._folder}/{entry['index']}", f"{self._folder}/{entry['ids']}") as files:
                 summed = [SummedFile(file) for file in files]

@@ -190,16 +190,19 @@ class Publisher:
         self.flush()
 
     def close(self) -> None:
-        """Stop, without waiting for newer versions, and close the sinks. A child of fork closes nothing."""
-        if self._closed or self._process != os.getpid():
+        """Stop, without waiting for newer versions, and close the sinks. If the call is interrupted while it waits for
+        sinks at work, each is closed by its thread. A child of fork closes nothing."""
+        if self._process != os.getpid():
             return
         self._closed = True
         for follower in self._followers:
             follower.stop()
-        for follower in self._followers:
-            follower.close()
-        for delivery in self._deliveries.values():
-            delivery.sink.close()
+        try:
+            for follower in self._followers:
+                follower.close()
+        finally:
+            for delivery in self._deliveries.values():
+                delivery.close()
 
     def _check_open(self) -> None:
         self._check_process()

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from oneemb.storage.errors import CorruptTableError, StorageError
@@ -87,6 +87,14 @@ def load_json(text: str | bytes, where: str) -> object:
             f"{where} must hold JSON that a publisher has written, got {repr(text)[:100]}: {error}; restore it from a"
             " copy, or remove it, and the sink gets all rows again"
         ) from error
+
+
+def unnamed(stem: str, named: Collection[str]) -> str:
+    """`stem`, with a number behind it if one of the files `named` has this stem, so that the files stay as they are."""
+    stems, found, n = {file.partition(".")[0] for file in named}, stem, 2
+    while found in stems:
+        found, n = f"{stem}-{n}", n + 1
+    return found
 
 
 def read_json(fs: FileSystem, path: str) -> object:

@@ -1,0 +1,125 @@
+"""Ctrl-C while sinks work, and kills of a version that is written once more: the next publisher goes on."""
+
+import functools
+import shutil
+import threading
+
+import numpy as np
+import pytest
+
+import oneemb
+from oneemb.storage.fs import LocalFileSystem
+from tests.support.interrupts import interrupt_soon
+from tests.support.published import INDEXES, Job, publishing, read_files, read_index
+
+
+@pytest.fixture
+def job(tmp_path):
+    job = Job(tmp_path / "job")
+    job.save("v0")
+    yield job
+    job.close()
+
+
+class Slow:
+    """A sink whose `apply` waits, in a thread of a publisher."""
+
+    def __init__(self, sink):
+        self._sink, self.goes_on, self.begun = sink, threading.Event(), threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._sink, name)
+
+    def apply(self, changes):
+        self._sink.apply(changes)
+        self.begun.set()
+        self.goes_on.wait()
+
+
+def test_a_close_that_is_interrupted_leaves_no_folder_locked(job, tmp_path):
+    slow = Slow(oneemb.sinks.Files(tmp_path / "sink"))
+    publisher = oneemb.publish(job.folder, [slow], seconds=0.01)
+    slow.begun.wait()
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_soon()
+        publisher.close()
+    with pytest.raises(oneemb.PublishError, match="one publisher at a time"):
+        with publishing(job, oneemb.sinks.Files(tmp_path / "sink", with_state=True)):
+            pass  # The sink at work keeps its lock.
+    slow.goes_on.set()
+    publisher.close()
+    job.save("v1")
+    with publishing(job, oneemb.sinks.Files(tmp_path / "sink")):
+        pass
+    assert read_files(tmp_path / "sink", "parquet") == ("v1", job.rows["v1"])
+
+
+def test_the_thread_at_work_closes_the_sink_of_a_close_that_was_interrupted(job, tmp_path):
+    slow = Slow(oneemb.sinks.Files(tmp_path / "sink"))
+    publisher = oneemb.publish(job.folder, [slow], seconds=0.01)
+    slow.begun.wait()
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_soon()
+        publisher.close()
+    slow.goes_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "oneemb-follow":
+            thread.join()
+    with publishing(job, oneemb.sinks.Files(tmp_path / "sink", with_state=True)):
+        pass
+    assert read_files(tmp_path / "sink", "parquet") == ("v0", job.rows["v0"])
+
+
+def copies_after_each_rename(patch, folder, copies):
+    real = LocalFileSystem.rename
+
+    def rename(fs, *arguments):
+        real(fs, *arguments)
+        copies.append(folder.with_name(f"copy {len(copies)}"))
+        shutil.copytree(folder, copies[-1])
+
+    patch.setattr(LocalFileSystem, "rename", rename)
+
+
+def test_a_kill_while_a_version_is_written_with_other_tables_changes_no_file_of_the_manifest(job, tmp_path):
+    make = functools.partial(oneemb.sinks.Files, tmp_path / "sink")
+    with publishing(job, make(tables=[0])):
+        pass
+    former, copies = read_files(tmp_path / "sink", "parquet"), []
+    with pytest.MonkeyPatch.context() as patch:
+        copies_after_each_rename(patch, tmp_path / "sink", copies)
+        with publishing(job, make()):
+            pass
+    shown = [read_files(copy, "parquet") for copy in copies]
+    assert shown == [former] * (len(shown) - 1) + [("v0", job.rows["v0"])] and len(shown) > 1
+
+
+@pytest.mark.parametrize("kind", INDEXES)
+def test_a_kill_while_an_index_is_written_once_more_leaves_one_that_can_be_read(job, tmp_path, kind):
+    make = functools.partial(INDEXES[kind], table=1, inner_product=False, rebuild=1.0)
+    sink = make(tmp_path / "sink")
+    with publishing(job, sink):
+        pass
+    job.save("v1")
+    # Ctrl-C after the files of v1 were written, and before the sink shows the version.
+    real, copies = LocalFileSystem.rename, []
+
+    def interrupted(fs, old, new):
+        real(fs, old, new)
+        if new.endswith("MANIFEST.json"):
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalFileSystem, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            with publishing(job, sink):
+                pass
+    with pytest.MonkeyPatch.context() as patch:
+        copies_after_each_rename(patch, tmp_path / "sink", copies)
+        with publishing(job, sink):
+            pass
+    rows = {key: row for key, row in job.rows["v1"].items() if key[0] == 1}
+    assert len(copies) > 1
+    for copy in copies:
+        assert read_index(make(copy), 1) == ("v1", rows)
+    assert np.isfinite(sink.search(np.ones((1, 4), np.float32), 1)[0]).all()
