@@ -14,7 +14,7 @@ import numpy as np
 
 from oneemb.storage.errors import CorruptTableError, FormatVersionError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing
-from oneemb.storage.table.chunk_damage import ChunkState, examine_chunk, is_damage
+from oneemb.storage.table.chunk_damage import ChunkState, check_fits, examine_chunk, is_damage
 from oneemb.storage.table.chunk_files import chunk_numbers, chunk_paths
 from oneemb.storage.table.chunk_scan import ChunkKeys, live_rows, read_keys
 from oneemb.storage.table.geometry import Geometry
@@ -248,6 +248,12 @@ class _Check:
                 self._problem(error, [record.info.name])
                 found.lost_unknown += len(row_N)
                 return None
+        try:
+            check_fits(self._fs, f"{self._path}/chunks", state, part, row_N)
+        except CorruptTableError as error:
+            self._problem(error, [record.info.name])
+            found.lost_unknown += len(row_N)
+            return None
         found.add(SnapshotCheck(0, *state.lost(row_N)))
         return state.keys, row_N[state.has_keys(row_N)]
 

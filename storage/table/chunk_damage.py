@@ -3,18 +3,21 @@
 The checksum of a run of keys is seeded with that of the run before. After a damaged run, the next one is recognized by
 its checksum, seeded with the 8 bytes before it.
 
-Invariant: a block counts as sound only if the checksums of its keys and of its rows hold.
+Invariants:
+- a block counts as sound only if the checksums of its keys and of its rows hold;
+- files of another chunk or of another table, whose checksums hold too, have no rows of a snapshot (`check_fits`).
 """
 
 import errno
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from oneemb.kernels.checksum import blocks_sum, xxh64
-from oneemb.storage.errors import CorruptTableError, StorageError
+from oneemb.storage.errors import CorruptTableError, FormatVersionError, StorageError
 from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, chunk_paths
 from oneemb.storage.table.chunk_scan import (
@@ -26,7 +29,7 @@ from oneemb.storage.table.chunk_scan import (
     read_keys,
     run_size,
 )
-from oneemb.storage.table.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, pack_header
+from oneemb.storage.table.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, pack_header, read_header
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.snapshot_manifest import ChunkPart
 
@@ -49,6 +52,7 @@ class ChunkState:
         keys: keys of the rows; table 0, id 0 in blocks whose keys cannot be read.
         has_keys_B, sound_B: whether the keys of a block can be read; whether its keys and its rows can; bool [B].
         intact: whether both files are as they were written. False does not mean that rows are lost.
+        runs: runs of keys whose checksums hold, if not all of the file's do; None = the part's keys are as written.
     """
 
     geometry: Geometry
@@ -57,6 +61,7 @@ class ChunkState:
     has_keys_B: np.ndarray
     sound_B: np.ndarray
     intact: bool = True
+    runs: "list[Run] | None" = None
 
     def has_keys(self, row_N: np.ndarray) -> np.ndarray:
         """Whether the key of each row `row_N` of the chunk can be read, bool [N]."""
@@ -109,6 +114,31 @@ def examine_chunk(
     return state
 
 
+def check_fits(fs: FileSystem, directory: str, state: ChunkState, part: ChunkPart, row_N: np.ndarray) -> None:
+    """Raise CorruptTableError if a snapshot that has this part of the chunk, of it the rows `row_N`, was saved with other
+    keys than the file has, damage apart: the part's last checksum says which keys these are, and no snapshot has a row
+    that its run has not filled."""
+    path = chunk_paths(directory, part.number)[1]
+    if state.runs is None:
+        if (part.blocks, part.keys_bytes, part.keys_sum) != _end_of(state.part):
+            read_keys(fs, path, state.geometry, part)
+        return
+    at_end = [run for run in state.runs if run.offset < part.keys_bytes <= run.end]
+    is_other = part.blocks > state.part.blocks or any((run.end, run.sum) != _end_of(part)[1:] for run in at_end)
+    row_R2 = np.array([(run.first, run.first + run.blocks) for run in state.runs]).reshape(-1, 2)
+    row_R2 = row_R2 * state.geometry.rows_per_block
+    filled_R = row_R2[:, 0] + np.array([run.rows for run in state.runs], np.int64)
+    if is_other or np.any(np.searchsorted(row_N, filled_R) < np.searchsorted(row_N, row_R2[:, 1])):
+        raise CorruptTableError(
+            f"{path}: the keys up to offset {part.keys_bytes} must be those that a snapshot was saved with, the file is"
+            " of another chunk or table; restore the file from a copy"
+        )
+
+
+def _end_of(part: ChunkPart) -> tuple[int, int, int]:
+    return part.blocks, part.keys_bytes, part.keys_sum
+
+
 def check_chunk(fs: FileSystem, directory: str, geometry: Geometry, part: ChunkPart) -> None:
     """Raise CorruptTableError unless all that a part of a chunk needs is as it was written."""
     problems: list[StorageError] = []
@@ -129,13 +159,19 @@ class Run(NamedTuple):
 
 
 def _examine_keys(fs: FileSystem, path: str, state: ChunkState) -> None:
-    """Take the keys of the runs whose checksums hold from a file in which not all do."""
+    """Take the keys of the runs whose checksums hold from a file in which not all do. The file is read to its end, since
+    a run that goes on behind the part's keys shows that the file is another one."""
+    state.runs = []
     try:
-        byte_N = _keys_file(fs, path, state.part.keys_bytes)
+        byte_N = _keys_file(fs, path, _FILE_BYTES_MAX)
     except CorruptTableError:
         return  # There is no file.
-    for run in _sound_runs(byte_N, state.geometry, state.part):
-        if _put(state.keys, state.geometry, byte_N, run):
+    with suppress(CorruptTableError, FormatVersionError):  # The header is damaged; runs may be sound.
+        if read_header(bytes(byte_N[:HEADER_BYTES]), KEYS_MAGIC, path) != _numbers(state.geometry, state.part):
+            return
+    state.runs = list(_sound_runs(byte_N, state.geometry, state.part))
+    for run in state.runs:
+        if run.first + run.blocks <= state.part.blocks and _put(state.keys, state.geometry, byte_N, run):
             state.has_keys_B[run.first : run.first + run.blocks] = True
 
 
@@ -184,42 +220,46 @@ def _put(keys: ChunkKeys, geometry: Geometry, byte_N: np.ndarray, run: Run) -> b
 
 
 def _sound_runs(byte_N: np.ndarray, geometry: Geometry, part: ChunkPart) -> Iterator[Run]:
-    """Yield the runs whose checksums hold, in order."""
-    numbers = (part.number, geometry.row_width, geometry.physical_block_size, geometry.blocks_per_chunk)
-    headers = (bytes(byte_N[:HEADER_BYTES]), pack_header(KEYS_MAGIC, numbers))
+    """Yield the runs whose checksums hold, in order, with these checksums."""
+    headers = (bytes(byte_N[:HEADER_BYTES]), pack_header(KEYS_MAGIC, _numbers(geometry, part)))
     # {offset: [(seed that a run there may have, run before it whose own checksum may be what is damaged)]}
     seeds: dict[int, list[tuple[int, Run | None]]] = {HEADER_BYTES: [(xxh64(header), None) for header in headers]}
     word_N = byte_N.view(np.uint64)
     offset, block, budget = HEADER_BYTES, 0, _SEARCH_FILES * len(byte_N)
-    for run in _possible_runs(word_N, geometry, part):
+    for run in _possible_runs(word_N, geometry):
         if run.offset < offset or run.first < block or budget < 0:
             continue
         tries = [*seeds.get(run.offset, ()), (int(word_N[run.offset // 8 - 1]), None)]
-        sums = [(xxh64(byte_N[run.offset : run.end - 8], seed), before) for seed, before in tries]
+        sums = [(xxh64(byte_N[run.offset : run.end - 8], seed), seed, before) for seed, before in tries]
         budget -= len(sums) * (run.end - run.offset)
         is_last = (run.first + run.blocks, run.end) == (part.blocks, part.keys_bytes)
         expected = {run.sum} | ({part.keys_sum} if is_last else set())
-        for sum, before in sums:
+        for sum, seed, before in sums:
             if sum in expected:
                 if before is not None and before.first >= block:
-                    yield before
-                yield run
+                    yield before._replace(sum=seed)
+                yield run._replace(sum=sum)
                 offset, block = run.end, run.first + run.blocks
                 break
         else:
-            seeds.setdefault(run.end, []).extend((sum, run) for sum, _ in sums)
+            seeds.setdefault(run.end, []).extend((sum, run) for sum, *_ in sums)
 
 
-def _possible_runs(word_N: np.ndarray, geometry: Geometry, part: ChunkPart) -> Iterator[Run]:
+def _numbers(geometry: Geometry, part: ChunkPart) -> tuple[int, int, int, int]:
+    return part.number, geometry.row_width, geometry.physical_block_size, geometry.blocks_per_chunk
+
+
+def _possible_runs(word_N: np.ndarray, geometry: Geometry) -> Iterator[Run]:
     """Runs at the offsets where three numbers stand that may begin one, in order."""
+    most = geometry.blocks_per_chunk
     at_N = np.flatnonzero(
-        (word_N[:-3] < part.blocks) & (word_N[2:-1] <= part.blocks) & (word_N[2:-1] > 0)
-        & (word_N[1:-2] <= part.blocks * geometry.rows_per_block)
+        (word_N[:-3] < most) & (word_N[2:-1] <= most) & (word_N[2:-1] > 0)
+        & (word_N[1:-2] <= most * geometry.rows_per_block)
     )  # fmt: skip
     for at in at_N[at_N >= HEADER_BYTES // 8].tolist():
         first, rows, blocks = (int(word) for word in word_N[at : at + 3])
         end = at * 8 + run_size(rows, blocks) + 8
-        if first + blocks <= part.blocks and rows <= blocks * geometry.rows_per_block and end <= word_N.nbytes:
+        if first + blocks <= most and rows <= blocks * geometry.rows_per_block and end <= word_N.nbytes:
             yield Run(at * 8, first, rows, blocks, end, int(word_N[end // 8 - 1]))
 
 

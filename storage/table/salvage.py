@@ -25,7 +25,7 @@ from oneemb.storage.errors import CorruptTableError, FormatVersionError, Snapsho
 from oneemb.storage.fs import FileSystem, LocalFileSystem, doing
 from oneemb.storage.new_files import new_file
 from oneemb.storage.table.check import SnapshotCheck, check_table, longest_parts
-from oneemb.storage.table.chunk_damage import ChunkState, examine_chunk, is_damage
+from oneemb.storage.table.chunk_damage import ChunkState, check_fits, examine_chunk, is_damage
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkEnd, chunk_paths, key_record
 from oneemb.storage.table.chunk_scan import ChunkKeys, live_rows
 from oneemb.storage.table.delta import GONE
@@ -241,6 +241,7 @@ class _Salvage:
         state = self._states[part.number]
         try:
             row_N = live_rows(part.bit_N if len(part.bit_N) else self._files.read_bits(record, part))
+            check_fits(self._fs, f"{self._path}/chunks", state, part, row_N)
         except StorageError as error:
             self._damage(error)
             found.lost_unknown += part.rows

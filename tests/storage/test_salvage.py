@@ -191,3 +191,56 @@ def test_a_snapshot_file_that_the_disk_cannot_read_costs_that_snapshot_or_a_part
     assert not check_table(table, fs=fs).by_snapshot["b"].whole
     found = held(tmp_path / "new")
     assert all(found[name] == saved[1][name] for name in "ac") and found.get("b", {}).items() <= saved[1]["b"].items()
+
+
+def files_of_another_chunk(path, of):
+    """A table of two snapshots, one a chunk; keys of the first chunk have newer rows in the second one. Then both files
+    of the first chunk are replaced: by those of the second chunk (which gets those of the first), or by those of
+    another table. Returns the rows that each snapshot had."""
+    truth = {}
+
+    def make(path, ids_of, value):
+        rows = {}
+        for n, (name, ids) in enumerate(zip("ab", ids_of, strict=True)):
+            with open_table(path) as table:
+                if n:
+                    table.load_snapshot("a")
+                row_NW = np.full((len(ids), 3), value + n, np.float32)
+                table.put(np.zeros(len(ids), np.int32), np.array(ids, np.int64), row_NW)
+                table.save_snapshot(name, {})
+            rows = rows | {(0, id): row.tobytes() for id, row in zip(ids, row_NW, strict=True)}
+            truth[name] = rows
+
+    make(path.parent / "other", (range(200, 330), range(500, 550)), 7)
+    make(path, (range(100), [*range(50), *range(100, 150)]), 1)
+    one, other = sorted((path / "chunks").glob("*.keys"))[:2]
+    if of == "another table":
+        other = path.parent / "other" / "chunks" / one.name
+    for suffix in (".keys", ".rows"):
+        files = one.with_suffix(suffix), other.with_suffix(suffix)
+        data = [file.read_bytes() for file in files]
+        files[0].write_bytes(data[1])
+        files[1].write_bytes(data[0])
+    return truth
+
+
+@pytest.mark.parametrize("of", ["the table", "another table"])
+def test_no_row_is_taken_from_the_files_of_another_chunk(tmp_path, of):
+    """The checksums in such files hold, but the lists of the snapshots are of other rows."""
+    truth = files_of_another_chunk(tmp_path / "t", of)
+    result = check(tmp_path / "t", tmp_path / "new", truth)
+    assert result.by_snapshot["a"].lost_unknown == 100
+
+
+def test_a_snapshot_file_of_another_table_costs_the_rows_of_that_snapshot_alone(tmp_path):
+    truth = {}
+    for name, size in (("t", 100), ("other", 300), ("third", 40)):
+        with open_table(tmp_path / name) as table:
+            put_random(table, rows := {}, np.random.default_rng(size), size)
+            table.save_snapshot(name, {})
+        truth[name] = rows
+    for name in ("other", "third"):  # One is of a longer chunk of this number, one of a shorter one.
+        shutil.copy(tmp_path / name / "snapshots" / f"{name}.snapshot", tmp_path / "t" / "snapshots")
+    result = check(tmp_path / "t", tmp_path / "new", truth)
+    assert result.by_snapshot["t"].whole and held(tmp_path / "new")["t"] == truth["t"]
+    assert all(result.by_snapshot[name].lost_unknown == len(truth[name]) for name in ("other", "third"))
