@@ -115,7 +115,7 @@ def examine_chunk(
 
 
 def check_fits(fs: FileSystem, directory: str, state: ChunkState, part: ChunkPart, row_N: np.ndarray) -> None:
-    """Raise CorruptTableError if a snapshot that has this part of the chunk, of it the rows `row_N`, was saved with other
+    """Raise CorruptTableError if a snapshot with this part of the chunk, of it the rows `row_N`, was saved with other
     keys than the file has, damage apart: the part's last checksum says which keys these are, and no snapshot has a row
     that its run has not filled."""
     path = chunk_paths(directory, part.number)[1]
@@ -159,8 +159,8 @@ class Run(NamedTuple):
 
 
 def _examine_keys(fs: FileSystem, path: str, state: ChunkState) -> None:
-    """Take the keys of the runs whose checksums hold from a file in which not all do. The file is read to its end, since
-    a run that goes on behind the part's keys shows that the file is another one."""
+    """Take the keys of the runs whose checksums hold from a file in which not all do. The file is read to its end: a
+    run that goes on behind the part's keys shows that the file is another one."""
     state.runs = []
     try:
         byte_N = _keys_file(fs, path, _FILE_BYTES_MAX)
