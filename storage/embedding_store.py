@@ -25,7 +25,6 @@ pins' lock only.
 """
 
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,7 +44,7 @@ from oneemb.storage.errors import StorageError, StoreFullError
 from oneemb.storage.folder_holder import FolderHolder
 from oneemb.storage.locking.pins import PinBook
 from oneemb.storage.locking.signals_deferred import signals_deferred
-from oneemb.storage.locking.step_lock import StepLock, alone
+from oneemb.storage.locking.step_lock import StepLock, alone, waiting_first
 from oneemb.storage.locking.store_lock import StoreLock, changing
 from oneemb.storage.policies.policy_engine import PolicyEngine, refuses_some
 from oneemb.storage.policies.row_policy import RowPolicy
@@ -63,9 +62,6 @@ from oneemb.storage.tiers.stack import StorePlan
 from oneemb.storage.tiers.warm_caches import fill_caches
 
 _MEND = "the embedding's load_snapshot(name) goes on from one, its clear() from none"
-
-# Maximum naps, of 20 microseconds each, in which a prefetch lets waiting threads take the store lock first.
-_NAPS_MAX = 500
 
 # Maximum rows that a prefetch reads from a disk in one read, without the store lock.
 _READ_AHEAD_MAX = 65536
@@ -312,10 +308,7 @@ class EmbeddingStore:
                     raise
                 return  # A load, say, has put other files in place of those that were read.
         for begin in range(0, len(missing), _PREFETCH_CHUNK):
-            naps = 0
-            while self.store_lock.waiting and naps < _NAPS_MAX:
-                time.sleep(2e-5)
-                naps += 1
+            waiting_first(self.store_lock)
             with self.store_lock:
                 self.store_lock.check(changes=True)
                 if not prefetched.valid:

@@ -57,10 +57,10 @@ class OneFlowGeometry:
 NUMBERS = ("KEY_SIZE", "VALUE_SIZE", "PHYSICAL_BLOCK_SIZE", "NUM_LOGICAL_BLOCKS_PER_CHUNK")
 
 
-def is_oneflow_table(path: AnyPath, fs: FileSystem | None = None) -> bool:
+def is_oneflow_table(path: AnyPath) -> bool:
     """Whether the folder holds a table of OneFlow."""
     try:
-        return (fs or LocalFileSystem()).size(f"{absolute_path(path)}/{NUMBERS[0]}") > 0
+        return LocalFileSystem().size(f"{absolute_path(path)}/{NUMBERS[0]}") > 0
     except OSError:
         return False
 

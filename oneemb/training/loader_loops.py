@@ -189,25 +189,29 @@ class LoaderLoops(GraphViews):
         self._position = position = LoaderPosition(self._position.state)
         stop = loader.stop if isinstance(loader, Loader) else lambda: None
         if ranks.alone:
-            batches = self._read(position.read(loader), lookahead)
-            return Loop(_saving(self._loop(batches, prefetch_depth, ranks, position, stop), save), loader)
+            batches, leave = self._read(position.read(loader), lookahead)
+            return Loop(_saving(self._loop(batches, prefetch_depth, ranks, position, stop, leave), save), loader)
         together: list[Together] = []
         try:
             with whole_exchange():  # An interrupt waits until it can be reported to the ranks, which start the loop.
                 ahead = self._connect(ranks)
                 left = functools.partial(self._connections.append, (ranks.group, ahead))
                 together.append(Together(ahead, position.read(loader), left))
-            return Loop(_saving(self._loop(together[0], prefetch_depth, ahead, position, stop), save), loader)
+            one = together[0]
+            return Loop(_saving(self._loop(one, prefetch_depth, ahead, position, stop, one.leave), save), loader)
         except BaseException:
             for one in together:
                 one.leave()
             raise
 
-    def _read(self, loader: Iterable[Any], lookahead: int) -> Iterable[Any]:
-        """The batches of a loader; read ahead, if a store uses the ids of coming batches."""
-        if not lookahead or not any(embedding.store.coming.are_useful for embedding in embeddings_of(self).values()):
-            return loader
-        return ReadAhead(loader, self._look_ahead, _bytes_of, lookahead)
+    def _read(self, loader: Iterable[Any], lookahead: int) -> tuple[Iterable[Any], Callable[[], object]]:
+        """The batches of a loader, read ahead if a store uses the ids of coming batches; and the function to call when
+        the loop has ended."""
+        coming = [embedding.store.coming for embedding in embeddings_of(self).values()]
+        if not lookahead or not any(part.are_useful for part in coming):
+            return loader, lambda: None
+        ahead = ReadAhead(loader, self._look_ahead, _bytes_of, lookahead)
+        return ahead, functools.partial(_forget_coming, coming)
 
     def _connect(self, ranks: Ranks) -> Ranks:
         """The ranks with connections that no other loop uses. Every rank must call it."""
@@ -258,11 +262,9 @@ class LoaderLoops(GraphViews):
         self._position.state, self._loaded_states = state, states
 
     def _loop(
-        self, loader: Iterable[Any], depth: int, ranks: AnyRanks, position: LoaderPosition, stop: Callable[[], object]
+        self, loader: Iterable[Any], depth: int, ranks: AnyRanks, position: LoaderPosition, stop: Callable[[], object],
+        leave: Callable[[], object],
     ) -> Generator[Any, None, None]:  # fmt: skip
-        leave = loader.leave if isinstance(loader, Together) else lambda: None
-        if isinstance(loader, ReadAhead):
-            leave = functools.partial(_forget_coming, [one.store.coming for one in embeddings_of(self).values()])
         if depth:
             prepare = functools.partial(self._prepare, ranks=ranks, position=position)
             devices = [embedding.store.backend.device for embedding in embeddings_of(self).values()]

@@ -19,12 +19,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+from oneemb.storage.locking.store_lock import StoreLock
+
 T = TypeVar("T")
 
 # Seconds that `between_steps_now` waits for the step of another thread.
 _PATIENCE = 1.0
 
-# Largest number of naps, of 20 microseconds, in which a thread lets threads take a lock first that already wait for it.
+# Largest number of naps of `waiting_first`, of 20 microseconds each.
 _NAPS_MAX = 500
 
 _STEPPING = operator.attrgetter("stepping")
@@ -124,17 +126,24 @@ def between_steps_now(one: StepLock, call: Callable[[], T]) -> T | None:
         lock.release()
 
 
+def waiting_first(lock: StepLock | StoreLock) -> None:
+    """Let threads that already wait for a lock take the lock first, which Python's locks do not ensure. Wait for
+    `_NAPS_MAX` naps at most."""
+    naps = 0
+    while lock.waiting and naps < _NAPS_MAX:
+        time.sleep(2e-5)
+        naps += 1
+
+
 def _inner_locks(locks: Iterable[StepLock]) -> Iterator[Any]:
     """Yield the inner lock of each step lock; the caller takes a lock before it asks for the next one. Threads that
-    wait already go first, which Python's locks do not ensure."""
+    wait already go first."""
     me = threading.get_ident()
     for one in locks:
         lock = one.lock
         owned = lock._is_owned()
-        naps = 0
-        while one.waiting and not owned and naps < _NAPS_MAX:
-            time.sleep(2e-5)
-            naps += 1
+        if one.waiting and not owned:
+            waiting_first(one)
         try:
             one.waiting.add(me)
             yield lock
