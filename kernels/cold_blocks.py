@@ -1,10 +1,9 @@
 """Blocks of a compact index that lie in a file, each with a filter in memory.  U keys, P shards, B blocks of a shard,
 K blocks.
 
-A key is in one block of its shard (see `compact_index.py`), so a search needs one block at most. The filter of a block
-says of nearly every absent key that the block does not hold it. It is a Bloom filter in lines of 64 bytes: the hash
-chooses a line and six bits of the line, and a key may be in the block if all six are set. One absent key in 200 passes
-the filter of a block that is full.
+A key is in one block of its shard (see `compact_index.py`), so a search reads one block at most. A block has a Bloom
+filter in lines of 64 bytes, which denies nearly every absent key: the hash chooses a line and six bits of the line, and
+the block may hold a key only if all six are set. One absent key in 200 passes the filter of a full block.
 Reference: Putze, Sanders, Singler. Cache-, hash- and space-efficient Bloom filters (2007).
 
 Loops take the shards as shard_P4, see `compact_index.py`, and for the shards with blocks in a file cold_P2, int64 [P,

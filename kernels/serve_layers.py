@@ -9,8 +9,8 @@ one of pilots, so the numbers of a layer's tables, region_LT6[l], say where its 
 The newest layer is the first.
 
 Most keys are in no layer. Each key of a layer has two bits in one word of filter_F, from the hash by which the file
-itself finds the key; a key whose bits are not both there is looked up in no layer. Two bytes a key let through two of a
-hundred other keys.
+itself finds the key. Only a key whose two bits are set is looked up in the layers. With two bytes a key, two of a
+hundred keys that are in no layer pass the filter.
 """
 
 from typing import NamedTuple
@@ -70,8 +70,8 @@ def match_layers(
     begin: Number, end: Number, table_N: Array, id_N: Array, hash_R: Array, layers: tuple | None, pilot_B: Array,
     record_SW: Array, place_N: Array,
 ) -> None:  # fmt: skip
-    """Change place_N as the file's first lines say, for ids begin to end - 1, whose hashes are in hash_R. Ids that are
-    PADDING stay so. `layers`: `Layers`, or None."""
+    """Change place_N as above, for ids begin to end - 1, whose hashes are in hash_R. Places that are PADDING stay.
+    `layers`: `Layers`, or None."""
     if layers is not None:  # The compiler drops the branch of None.
         region_LT6, filter_F = layers
         for n in range(natural(begin), natural(max(begin, end))):
@@ -94,6 +94,6 @@ def _filter_cpu(begin: Number, end: Number, table_N: Array, id_N: Array, region_
 def filter_of(table_N: np.ndarray, id_N: np.ndarray, region_T6: np.ndarray, *, threads: Threads) -> np.ndarray:
     """Filter of the keys of layers, over a file whose tables have these numbers: table_N int32 below T, id_N int64."""
     filter_F = np.zeros(1 + len(id_N) // _WORD_KEYS, np.uint64)
-    # One share: threads that set bits of one word would lose some.
+    # One share of work: two threads that set bits of one word would lose bits.
     threads.run(_filter_cpu, len(id_N), table_N, id_N, region_T6, filter_F, share_min=len(id_N) + 1)
     return filter_F

@@ -14,8 +14,8 @@ the pilots of the group after that.
 A block of records is compared with its checksum when one of its records is read for the first time, and is then marked
 in seen_B. Several threads may compare a block at the same time, with the same result.
 
-Layers (`kernels/serve_layers.py`) hold newer rows of some keys, and may be none. The arrays of records and pilots then
-cover the file and its layers. Blocks of layers have been compared before.
+A file may have layers, which hold newer rows of some keys (`kernels/serve_layers.py`). The arrays of records and pilots
+then cover the file and its layers. The blocks of a layer were compared when the layer was opened.
 
 Invariant: a lookup reads nothing, not even an id, from a block that has not been compared. A damaged block ends the
 share of work, and its number is written to damage_1.

@@ -4,20 +4,21 @@ A shard is *hot* while all its keys are in memory, in a `CompactIndex`, or *laye
 keys that were put or erased since then are in the overlay, a `HashIndex` with the new place or a mark for an erased
 key. A search asks the overlay first. For the other keys of layered shards it reads the block that may hold the key, if
 the block's filter does not deny it: one read for a present key, and for one absent key in 200. When the overlay is
-full, the shard with the most keys in it is merged: its blocks are read, the keys of the overlay are put, and its blocks
-are written again, so that a call does the work of a few shards. Keys in the spill of the compact index stay in memory,
-and so do the keys of tables from 255 on.
+full, the shard with the most keys in the overlay is merged: the blocks of the shard are read, its keys of the overlay
+are put, and its blocks are written again. So a call merges a few shards at most. Keys in the spill of the compact index
+stay in memory, and so do the keys of tables from 255 on.
 
 Shards with low numbers stay hot. Any others would do as well, since the hash spreads keys evenly.
 
-The limit holds for blocks in memory, the overlay, which may take a quarter of it, and the filters. Filters, about 1.6
-bytes for a key in the file, and the overlay's least size are never given up, so a limit below these is not kept. A
-merge needs memory for two copies of a shard beside the limit, and a load under a limit that is not kept, memory for a
-sixteenth of the index.
+The limit holds for all that lies in memory together: hot blocks, the overlay, which may take a quarter of the limit,
+and the filters. Filters, about 1.6 bytes for each key in the file, and an overlay of the least size are always in
+memory, even if the limit is below that. Beside the limit, a merge needs memory for two copies of a shard, and a load
+whose limit is too small for it needs memory for a sixteenth of the index.
+
 P shards, U keys, K blocks that are read, B blocks of a shard.
 
 Invariants:
-- of a layered shard, a key in the overlay counts, and else the key in the shard's blocks or the spill;
+- for a key of a layered shard the overlay decides; if the overlay does not have the key, the blocks and the spill do;
 - a call that raises has changed no key: blocks are read, shards merged and memory taken before a key is changed, and a
   merge that fails leaves a shard that answers as before;
 - the file's blocks of a shard do not change until the shard has been read into memory.
@@ -208,8 +209,8 @@ class ColdIndex:
         return bool(np.all(need_P <= self._room_P))
 
     def grow(self, need_P: np.ndarray) -> None:
-        """Make room in each shard p for need_P[p] keys, present keys included. The present keys that are put next take
-        room as well if their shard is layered."""
+        """Make room in each shard p for need_P[p] keys, present keys included. In a layered shard, a present key takes
+        room too when it is put."""
         if self._layered_P.any():
             self._merge_for(int(self._more_in_overlay(need_P).sum()))
         while not self._fits(need_P):
@@ -298,7 +299,8 @@ class ColdIndex:
         return old_U
 
     def _find_below(self, table_U: np.ndarray, id_U: np.ndarray, known_U: np.ndarray) -> np.ndarray:
-        """The place of each key that is not in the overlay, where it is in `known_U`: int64 [U]. Reads blocks."""
+        """The place of each key below the overlay: int64 [U]. Reads blocks. Keys that the overlay has, where known_U[u]
+        is a place, are not searched in the file."""
         if not self._cold_P2.any():
             return self._hot.find(table_U, id_U)
         block_U, entry_U = np.empty(len(id_U), np.int64), np.empty(len(id_U), np.int64)
@@ -340,7 +342,7 @@ class ColdIndex:
         return self._byte_N.ctypes.data + at_K * BLOCK_BYTES
 
     def _trim(self) -> None:
-        """Give memory of shards that lie in the file to the system, but for that of the next merge."""
+        """Give free memory to the system, except for what the next merge needs."""
         extents = max((len(cold.extent_E) for cold in self._cold if cold is not None), default=0)
         self._hot.trim(2 * extents * EXTENT_BLOCKS)
 

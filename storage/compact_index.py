@@ -62,13 +62,13 @@ class BlockMemory:
 
     def __init__(self) -> None:
         self._pieces: list[np.ndarray] = []
-        # Free blocks, and free blocks whose pages the system has.
+        # Free blocks; and free blocks whose pages were given to the system.
         self._free_B = self._bare_B = np.empty(0, np.int64)
         self._mapped_bytes = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks, free ones included whose pages the system does not have."""
+        """Bytes of memory of all blocks; free blocks count until their pages are given to the system."""
         return self._mapped_bytes - len(self._bare_B) * BLOCK_BYTES
 
     def take(self, blocks: int) -> np.ndarray:
@@ -125,7 +125,7 @@ class CompactIndex:
         self._threads = threads
         self._memory = BlockMemory()
         self._spill = HashIndex(threads, growth=2.2)
-        # The block of shards without lines, and each block whose bytes are elsewhere: every key is in the spill.
+        # Stands for the block of a shard without lines, and for blocks that were taken away: keys are in the spill.
         self._no_block = np.zeros(2 * BLOCK_BYTES // 8, np.int64)
         address = self._no_block.ctypes.data
         skip = -address % BLOCK_BYTES // 8
@@ -377,14 +377,15 @@ class CompactIndex:
 
     def take_away(self, p: int) -> None:
         """Free the blocks of shard p, whose bytes the caller has copied. Until `give_back` the shard must not change,
-        and of its keys only those in the spill are found, or those in blocks that a caller has read: it may write the
-        address of a block to the shard's addresses, for one call."""
+        and a search finds its keys in the spill only. For one search of other keys, the caller writes the address of a
+        block that it has read into the shard's array of addresses."""
         absent_B = np.full(len(self._block_PB[p]), self._no_lines[0])
         self._memory.give(self._block_PB[p])
         self._block_PB[p], self._shard_P4[p, 0] = absent_B, absent_B.ctypes.data
 
     def memory_for(self, p: int) -> np.ndarray:
-        """Addresses of as many new blocks as shard p has, to copy its bytes to: for `give_back` or `free`."""
+        """Addresses of new blocks, as many as shard p has; the caller copies bytes there and calls `give_back`, or
+        calls `free`."""
         blocks = len(self._block_PB[p])
         try:
             return self._memory.take(blocks)
@@ -392,7 +393,7 @@ class CompactIndex:
             raise self._error(blocks * BLOCK_BYTES) from error
 
     def give_back(self, p: int, block_B: np.ndarray) -> None:
-        """Let shard p, whose blocks were taken away, have these."""
+        """Give blocks to shard p, whose own were taken away."""
         self._block_PB[p], self._shard_P4[p, 0] = block_B, block_B.ctypes.data
 
     def free(self, block_B: np.ndarray) -> None:
@@ -413,7 +414,7 @@ class CompactIndex:
         return np.flatnonzero(self.find(table_U, id_U) < 0)
 
     def release(self) -> None:
-        """Nothing: memory is freed with the object."""
+        """Do nothing: the memory is freed with the object."""
 
     def _error(self, more_bytes: int) -> IndexMemoryError:
         return no_memory(len(self), self.nbytes, more_bytes)

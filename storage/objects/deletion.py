@@ -60,16 +60,16 @@ def delete_stored(url: str, name: str, *, options: dict[str, Any] | None = None)
 
 
 def forget_stored(store: ObjectStore, names: Iterable[str], kept: Collection[str] | None = None) -> None:
-    """End snapshots, deltas before their parents, if they are there and not the parents of further deltas;
-    `clean_parts` removes their parts and objects. With `kept`, a parent goes together with all deltas since it, unless
-    one of these is newer than a snapshot of `kept`."""
+    """Remove the names of snapshots, which are given deltas first, unless other deltas go on from them; a missing name
+    is no error. `clean_parts` removes parts and objects. With `kept`, a parent goes together with all deltas since it,
+    unless one of these is newer than a snapshot of `kept`."""
     parents = _parents_in(store)
     for name in names:
         _forget(store, name, kept, parents)
 
 
 def _forget(store: ObjectStore, name: str, kept: Collection[str] | None, parents: dict[str, str]) -> None:
-    """Do as `forget_stored` for one snapshot. `parents`: result of `_parents_in`, without what is forgotten."""
+    """Remove the name of one snapshot; see `forget_stored`. `parents`: {delta: parent} of the names that are left."""
     deltas = [child for child, parent in parents.items() if parent == name]
     for delta in deltas:
         deltas += [child for child, parent in parents.items() if parent == delta and child not in deltas]

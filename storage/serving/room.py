@@ -22,8 +22,8 @@ _PLACES = 16
 """Number of layers that can be mapped at once: those of the version that serves, and of former ones in use."""
 
 _LAYER_BYTES = 2 << 20
-"""Bytes of a place, beside twice those of the file. A layer always fits: it has at most a quarter of the file's rows,
-and twice its tables."""
+"""Bytes of a place beyond twice the bytes of the file. A layer always fits: it has at most a quarter of the file's
+rows, and twice as many tables."""
 _FIXED = 0x10  # MAP_FIXED of Linux and macOS
 
 

@@ -46,7 +46,7 @@ def write_served_file(
         info: the manifest without the fields that depend on the rows, which are filled in here.
         keys: table_S int32 and id_S int64 of all rows, in any order.
         rows: batches (table_N int32, id_N int64, weight_ND). weight_ND is float32, or bits of weights if the file has
-            the dtype of training; or uint8, records [N, record_bytes].
+            the dtype of training; or whole records, uint8 [N, record_bytes].
         progress: called with (rows done, rows).
         window_bytes: as in `RecordWindows`.
 

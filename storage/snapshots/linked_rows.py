@@ -61,9 +61,8 @@ class LinkedRows:
             yield from reader.keys(newest(kept))
 
     def gone(self) -> tuple[np.ndarray, np.ndarray]:
-        """Keys that the deltas say have no row any more, and that none has written since: table_N int32, id_N int64. If
-        the first snapshot is a delta too, these are keys that its parent may have. Raises CorruptTableError as `scan`
-        does."""
+        """Keys that have lost their row in a delta and were not written since: table_N int32, id_N int64. If the first
+        snapshot is a delta too, its parent may have rows of these keys. Raises CorruptTableError as `scan` does."""
         later, found = HashIndex(Threads(1)), [(np.empty(0, np.int32), np.empty(0, np.int64))]
         for link in reversed(self._links):
             for reader in link:

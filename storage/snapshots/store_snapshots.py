@@ -105,9 +105,9 @@ class StoreSnapshots(StorePart):
             return self._journal.parent(since, keep_evicted).info.identity
 
     def may_go_on(self, since: str, identity: str | None, deltas_max: int) -> bool:
-        """Whether a chain should go on from snapshot `since` by a delta: the snapshot has this identity and a delta
-        since it can be saved, and the chain has neither `deltas_max` deltas nor deltas with more than half as many rows
-        as the store."""
+        """Whether the next save should be a delta since snapshot `since`: the snapshot has this identity, a delta since
+        it can be saved, and its chain has fewer than `deltas_max` deltas, with at most half as many rows as the
+        store."""
         with self.store_lock:
             try:
                 _, *deltas = chain = self._journal.chain(since)

@@ -1,8 +1,8 @@
-"""File of blocks of the index that do not fit into memory. It belongs to one open table, which makes the file when the
-first blocks are written and removes it when it is closed or opened; no snapshot needs it.
+"""File of the blocks of an index that exceed its limit of memory. The file belongs to one open table: the table makes
+it when the first blocks are written, and removes it when the table is closed. No snapshot needs the file, and it is not
+synced; the next open removes what a killed process or a loss of power has left.
 
-Blocks are read like blocks of rows, and each has a checksum in memory. The file is not synced: what a loss of power
-leaves of it is removed. E extents, K blocks.
+Blocks are read like blocks of rows, and memory has a checksum of each. E extents, K blocks.
 
 Invariant: every block that is read was compared with its checksum.
 """
@@ -38,8 +38,9 @@ def cold_path(path: str) -> str:
 def index_maker(
     fs: FileSystem, path: str, io: str, threads: Threads, index_bytes: int | None
 ) -> tuple[Callable[[int], CompactIndex | ColdIndex], "ColdFile | None"]:
-    """Function that makes an empty index with room for a number of keys, for the table at a path, and the file of its
-    indexes; None = they are in memory. Removes the file that a table has left there. See `PersistentTable.open`."""
+    """(function, file): the function makes an empty index with room for a number of keys, for the table at a path; the
+    file is that of its indexes, None = indexes are in memory. Removes a file that a killed process has left there.
+    Arguments are those of `PersistentTable.open`."""
     with doing("remove the part of an index that was left at", cold_path(path)):
         try:
             fs.remove(cold_path(path))
@@ -138,7 +139,7 @@ class ColdFile:
                 self._fs.remove(self._path)
 
     def _take(self, extents: int) -> np.ndarray:
-        """Numbers of free extents, ascending: int64 [extents]. The file grows where there are too few."""
+        """Numbers of free extents, ascending: int64 [extents]. If there are too few, the file grows."""
         more = extents - len(self._free_E)
         if more > 0:
             old = len(self._sum_K) // EXTENT_BLOCKS

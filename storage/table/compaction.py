@@ -25,11 +25,11 @@ chunk more for each snapshot, because a snapshot that holds the chunk being writ
 appended to it later. A save that replaces a snapshot needs the chunks of both for a while; the bound allows this, since
 every row is then counted once as live and once as saved.
 
-Pace. The excess is the disk use beyond the bound less 1 chunk, in chunks: the bound holds while excess <= 1. While a
-chunk is being moved beside the puts, each part of the move counts as if it freed its part of the chunk at once, and a
-put waits while the excess so counted is above a half. So no put waits for a whole chunk, and puts at full speed go on
-at the rate at which chunks are freed. The other half leaves room for files that are still being removed. The rows that
-a move has written are in the table twice until it ends: this is the second chunk of the bound.
+Pace. The excess is the disk use in chunks, less the bound, plus 1 chunk: the bound holds while excess <= 1. While a
+chunk is moved in the background, the part that has been moved counts as freed already, and a put waits while the
+excess, so counted, is above a half. So no put waits for a whole chunk, and puts at full speed go on at the rate at
+which chunks are freed. The other half of a chunk is room for files that are still being removed. Rows that a move has
+written are in the table twice until the move ends: they are the second chunk of the bound.
 
 Cost. The chunk with the smallest live fraction u is cleaned first: u / (1 - u) rows move for each row that is freed. So
 a row is written at most 1 + 1 / s times, 17 at a = 2, and far fewer times where chunks differ. Writes for each row that
@@ -438,7 +438,8 @@ class Compactor:
 def _least(
     chunks: list[ChunkFile], fill_C: np.ndarray, may: Callable[[ChunkFile], bool], full: float
 ) -> ChunkFile | None:
-    """The least filled chunk, the oldest of equals, of those filled below `full` for which `may` returns True."""
+    """The least filled chunk, the oldest of equals, among chunks that are filled below `full` and for which `may`
+    returns True; None = there is none."""
     below = np.flatnonzero(fill_C < full)
     number_C = np.fromiter((chunks[c].number for c in below), np.int64, len(below))
     return next((chunks[c] for c in below[np.lexsort((number_C, fill_C[below]))] if may(chunks[c])), None)

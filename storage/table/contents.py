@@ -63,8 +63,8 @@ class Contents:
         return self._rows_moved + self.compactor.done.rows_moved
 
     def index_stats(self) -> dict[str, int]:
-        """Bytes of memory of the rows' index, and with bits and checksums; bytes of the index on disk, and the number
-        of its blocks that were read."""
+        """Figures of the index of the rows: bytes of memory, with and without bits and checksums; bytes on disk; number
+        of blocks that were read from there."""
         file = self._cold_file
         return {
             "memory_bytes": self.live.nbytes,
@@ -103,9 +103,9 @@ class Contents:
 
     def load(self, records: Sequence[SnapshotRecord]) -> None:
         """Replace the rows by those of a chain of snapshots (see `load_live_rows`). The index of the present rows is
-        freed first, so that memory holds one index at a time; after an error it is built again, from the keys files
-        and the rows in memory, and stays in memory where the disk is full. If that fails too, the table is broken. No
-        compaction may be running, and no keys pending."""
+        freed first, so that memory holds one index at a time; after an error the index is built again, from the keys
+        files and the rows in memory, and stays in memory if the disk is full. If that fails too, the table is broken.
+        No compaction may be running, and no keys pending."""
         old = self.live
         old.drop_index()
         try:
