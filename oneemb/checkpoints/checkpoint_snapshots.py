@@ -18,7 +18,7 @@ DELTAS_MAX = 128
 """Largest number of deltas after a whole snapshot in a folder."""
 
 STORED_DELTAS_MAX = 16
-"""Largest number of deltas after a whole snapshot in an object store, which a save asks about each of them."""
+"""Largest number of deltas after a whole snapshot in an object store. Few, since each save asks the store for each."""
 
 Embeddings = Mapping[str, TableEmbedding]
 Snapshots = dict[str, SnapshotName]
@@ -102,7 +102,7 @@ def kept_and_removed(
 
 
 def without_parents(superfluous: Sequence[Snapshots], kept: Sequence[Snapshots]) -> list[Snapshots]:
-    """The superfluous snapshots that no kept one needs as an ancestor.
+    """The superfluous snapshots that are no ancestors of kept ones.
 
     Args:
         superfluous, kept: snapshots of saves, newest first; the kept ones are newer.

@@ -82,7 +82,7 @@ class FixedSource(DataSource, Protocol):
         """Rows of each rank from `begin` or `share` on."""
 
     def identity(self) -> str:
-        """Text by which `check` finds that the rows are others."""
+        """Text that `check` compares later: another text means other rows."""
 
     def check(self, identity: str) -> None:
         """Raise ChangedSourceError if the source has another identity now."""

@@ -22,7 +22,7 @@ from oneemb.storage.fs import FileSystem, doing
 KEYS, VALUES = "key", "emb_vector"
 SLOTS = "slot_id"
 _SCALED_STATE = (".momtentum", ".accm")
-"""Ends of the names of files whose state has the learning rate multiplied in; state of rows does not have it."""
+"""Ends of the names of files whose optimizer state was multiplied by the learning rate, as the state of rows is not."""
 STATE_FILES = sorted({part for known in states_in("hugectr").values() for part in known.weight_state})
 
 

@@ -83,7 +83,10 @@ class PlannedEmbedding:
         if self.index_memory_mb is not None:
             check_count("index_memory_mb", self.index_memory_mb)
             if self.cache_mb is None:
-                raise ValueError("index_memory_mb must be left out without cache_mb: it is of rows on an SSD")
+                raise ValueError(
+                    "index_memory_mb must be left out without cache_mb, since it limits the index of rows on an SSD;"
+                    " give cache_mb too, or leave index_memory_mb out"
+                )
         self.state_width  # noqa: B018  # raises if the optimizer is not supported
 
     def index_bytes(self, rows: int) -> tuple[int, float]:

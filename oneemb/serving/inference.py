@@ -110,7 +110,10 @@ class InferenceEmbedding(Following, torch.nn.Module):
         if len(paths) == 1 and is_served_file(paths[0]):
             file: ServedFile | LayeredFile = ServedFile(paths[0], threads=threads)
             if file.info.since:
-                raise ValueError(f"{paths[0]} has only rows that have changed since another file; open the job's path")
+                raise ValueError(
+                    f"{paths[0]} must be a whole served file, and has only rows that have changed since another file;"
+                    " open the job's path"
+                )
             right = snapshot in (None, file.info.name) and chosen in (None, file.info.tables)
             if not right or max_rows not in (None, file.info.max_rows):
                 raise ValueError(

@@ -4,9 +4,9 @@
     000000000009-<identity>-float32-since-<identity of 7>.serving    what has changed from 7 to 9
 
 A version is found by the identities in the names of files: a layer goes on from the version with the identity that it
-names. A newer version is made by one more layer, of the deltas since an older version that is there. The new layer
-takes in the layers before it while these are less than twice as large, or too many; so a row is written again a few
-times, not once for each delta.
+names. A newer version gets one new layer, made of the deltas since the nearest older version whose files are there. The
+new layer takes in the layers before it while these have less than twice as many rows, or are too many. So a row is
+written again a few times, not once for each delta.
 
 Invariants:
 - a version has at most `LAYERS` layers, with a quarter of the whole file's rows;
@@ -42,7 +42,7 @@ LAYERS = 4
 """Largest number of layers of a version."""
 
 _SHARE_MAX = 4  # layers have at most a 4th of the file's rows
-_SHARE_LARGE = 8  # from an 8th on a whole file is made beside
+_SHARE_LARGE = 8  # if layers have more than an 8th, a thread makes a whole file
 _BATCH = 1 << 16
 
 

@@ -1,4 +1,4 @@
-"""A local copy of one snapshot of an object store, for servers on a machine, which share it.
+"""A local copy of one snapshot of an object store, with its ancestors, which all servers of a machine share.
 
 Invariants:
 - a snapshot is in the copy completely or not at all; readers of the copy go on while a newer snapshot is pulled;
@@ -23,7 +23,7 @@ _TRIES = 3
 
 
 class StoredCopy:
-    """The newest, or a named, snapshot at a URL, copied to `folder`."""
+    """Copy, in `folder`, of the newest or a named snapshot at a URL, with its ancestors."""
 
     def __init__(self, store: ObjectStore, folder: str):
         self.url, self.folder, self._store = store.url, folder, store

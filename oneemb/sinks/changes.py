@@ -50,7 +50,7 @@ class Changes:
         self.version = TableVersion.of(snapshot)
         """Name, identity and sequence of the version."""
         self.is_whole = is_whole
-        """Whether the changes are all rows of the version: rows that a sink has besides must go."""
+        """Whether the changes are all rows of the version: a sink must remove all other rows."""
         self.rows = SnapshotRows.of_meta(snapshot.info.meta, snapshot.name)
         """Format of the rows, with the optimizer whose state they hold, and the step."""
         self.num_rows = snapshot.info.rows if is_whole else sum(part.info.rows for part in snapshot.parts)

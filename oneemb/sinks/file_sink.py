@@ -50,7 +50,7 @@ class FileSink:
         tables: numbers of the tables to publish; None = all.
         with_state: if True, publish the optimizer state too.
         merge_after: number of versions after which all rows are written anew, so that readers need not read more.
-        merge_share: the same once deltas have this share of the rows of the last version with all rows.
+        merge_share: the same, once deltas have more rows than this share of the last whole version.
         max_rows: largest number of rows, of these tables together; None = all. Rows with the highest scores of a policy
             stay; without a policy, rows that the latest deltas have written.
 

@@ -1,7 +1,7 @@
 """usearch as the library of an index that follows a table.
 
-Vectors are not removed: in a graph of usearch where vectors take the places of removed ones, searches find fewer of the
-nearest than in one that is built anew.
+Vectors are never removed: in a graph where new vectors have taken the places of removed ones, searches of usearch find
+fewer of the nearest vectors than in a graph that was built anew.
 """
 
 import threading
@@ -47,13 +47,13 @@ class UsearchLibrary:
 
     def search(self, view: IndexView, query_QD: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         index, total = view.index, len(view.index)
-        inner_product = index.metric_kind == self._usearch.MetricKind.IP  # a reader may have been made without it
+        inner_product = index.metric_kind == self._usearch.MetricKind.IP  # a reader may have another argument
         score_QK = np.full((len(query_QD), k), -np.inf if inner_product else np.inf, np.float32)
         place_QK = np.full((len(query_QD), k), -1, np.int64)
         num_live = int(view.live_P.sum())
         if not len(query_QD) or not num_live:
             return score_QK, place_QK
-        # usearch has no filter: more are asked for, until as many as are wanted are live.
+        # usearch has no filter: the search asks for more vectors until enough of them are live.
         wanted, count = min(k, num_live), min(total, -(-k * total // num_live))
         while True:
             place_QN, distance_QN = self._nearest(index, query_QD, count)

@@ -15,7 +15,8 @@ from oneemb.storage.snapshots.row_cap import RowCap
 from oneemb.storage.snapshots.snapshot_parts import FoundParts, PartedSnapshot, folders_at, look_at
 
 _OLD_S = 2.0
-"""Age of the last change of a folder from which an unchanged time of the folder means unchanged files."""
+"""Seconds after a folder's last change from which the same time of change proves that the files are the same: such
+times are coarse."""
 
 
 class Versions:
@@ -65,7 +66,7 @@ class Versions:
         """The newest snapshot, or the one that is the target; None = there is none yet.
 
         Raises:
-            SnapshotNotFoundError: there is no target, or an ancestor is missing or was replaced.
+            SnapshotNotFoundError: the target is not there, or an ancestor is missing or was replaced.
             CorruptTableError: the snapshot cannot be read.
         """
         found = self.look()

@@ -27,8 +27,8 @@ class SaveEvery:
     In a loop without `graph.run`, call `save()` after each step, and `save.finish()` at the end. While micro-batches
     wait for their update, no call saves.
 
-    With ranks (`process_group`), every rank makes an equal object and each call. Limits of time are then compared
-    together, now and then and more often towards the limit, so a save may come some steps late.
+    With ranks (`process_group`), every rank makes an equal object and the same calls. The ranks compare limits of time
+    together, seldom at first and more often near the limit, so a save may come some steps late.
 
     Args:
         graph: graph to save. Make this object after `graph.load`.
@@ -105,7 +105,7 @@ class SaveEvery:
         self._newest: float | None = None
         """Time of the newest data; None = no call has had a time."""
         self._event_begin: float | None = None
-        """Time of the newest data at the last save, or of the first."""
+        """Time of the newest data at the last save; before a save, time of the first data."""
         self._begin()
 
     def _begin(self) -> None:

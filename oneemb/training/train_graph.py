@@ -330,8 +330,8 @@ class TrainGraph(CompiledGraph):
                 checkpoint or by another number of ranks; after 128 deltas (16 in an object store); or if the deltas
                 have more than half as many rows as the embedding.
             keep: number of saves to this path whose snapshots are kept, including this one. Older snapshots are deleted
-                when the file is in place, except those that the kept ones, or deltas of the user, go on from; a copy of
-                the file that names a deleted snapshot cannot be loaded any more. None = keep all snapshots until
+                when the file is in place, except ancestors of kept snapshots and of deltas of your own; a copy of the
+                file that names a deleted snapshot cannot be loaded any more. None = keep all snapshots until
                 `delete_snapshot`; each takes disk space for rows that only this snapshot holds.
             keep_deltas: whether to keep older snapshots that have deltas. If False, such a snapshot and all its deltas
                 are deleted once every delta is older than the kept snapshots.
