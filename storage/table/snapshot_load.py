@@ -101,8 +101,8 @@ def load_live_rows(
 def load_index(
     fs: FileSystem, files: ChunkFiles, live: LiveRows, in_memory_N: tuple[np.ndarray, np.ndarray, np.ndarray]
 ) -> None:
-    """Put the keys of all live rows into the index of `live`, which is empty. An index that the disk does not take
-    stays in memory. StorageError if a keys file is damaged or cannot be read: the index is incomplete then.
+    """Put the keys of all live rows into the index of `live`, which is empty. If the disk is full, the index stays in
+    memory. StorageError if a keys file is damaged or cannot be read: the index is incomplete then.
 
     Args:
         in_memory_N: table_N, id_N, place_N of the live rows that are not on disk yet.
