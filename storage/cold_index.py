@@ -70,8 +70,8 @@ class BlockFile(Protocol):
 
     def read(self, block_K: np.ndarray, byte_N: np.ndarray) -> None:
         """Read the blocks with these numbers, extent * EXTENT_BLOCKS + number in the extent, to memory that begins at a
-        page: uint8 [K * BLOCK_BYTES]. StorageError if the system could not read, CorruptTableError if a
-        block has other bytes than were written."""
+        page: uint8 [K * BLOCK_BYTES]. StorageError if the system could not read, or if a block has other
+        bytes than were written."""
 
     def free(self, extent_E: np.ndarray) -> None:
         """Give extents back."""

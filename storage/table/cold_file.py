@@ -19,7 +19,7 @@ from oneemb.kernels.compact_index import BLOCK_BYTES
 from oneemb.kernels.threads import Threads
 from oneemb.storage.cold_index import ColdIndex
 from oneemb.storage.compact_index import CompactIndex
-from oneemb.storage.errors import CorruptTableError, ForkedProcessError
+from oneemb.storage.errors import ForkedProcessError, StorageError
 from oneemb.storage.fs import FileSystem, aligned_bytes, doing, storage_error
 from oneemb.storage.table.aio_reader import open_reader
 from oneemb.storage.table.block_reader import BlockReader, DamagedBlock, plan_reads
@@ -66,6 +66,8 @@ class ColdFile:
         self._sum_K = np.empty(0, np.uint32)
         self._byte_N = np.empty(0, np.uint8)  # Buffer of writes.
         self.blocks_read = 0
+        self.damaged = False
+        """Whether a block has other bytes than were written. The table makes its index anew then."""
 
     @property
     def nbytes(self) -> int:
@@ -114,10 +116,11 @@ class ColdFile:
                     f"the process that made the table at {self._table} has changed its index on disk since this child"
                     " of it was forked; fork anew, or read a snapshot with SnapshotReader"
                 ) from None
-            raise CorruptTableError(
+            self.damaged = True
+            raise StorageError(
                 f"{self._path} at offset {block * BLOCK_BYTES}: a block of the index must have the checksum"
-                f" {int(self._sum_K[block]):08x}, has other bytes; the file holds no rows, and snapshots do not need"
-                " it: close the table, open it again and load a snapshot"
+                f" {int(self._sum_K[block]):08x}, has other bytes; no row is lost: the file holds none, and the next"
+                " call on the table makes the index anew from the keys files; call again, and check the disk"
             ) from None
         except OSError as error:
             q = error.filename if isinstance(error.filename, int) else 0

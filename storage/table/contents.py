@@ -121,6 +121,21 @@ class Contents:
             raise
         self.replace(live)
 
+    def mend_index(self, put_pending: bool) -> None:
+        """Make the index anew from the keys files and the rows in memory, if its file is damaged. If that fails, the
+        table is broken. put_pending: whether to put pending keys into the index then."""
+        if self._cold_file is not None and self._cold_file.damaged:
+            try:
+                former = self.live.drop_index()
+                self._cold_file.damaged = False
+                load_index(self._fs, self._files, self.live, self.writer.live_keys())
+                self.live.put_pending_of(former)
+            except BaseException as error:
+                self._store_lock.cut_short(error)
+                raise
+        if put_pending:
+            self.compactor.put_pending()
+
     def _use(self, live: LiveRows) -> None:
         self.live = live
         self.writer = RowWriter(live, self._files, self._threads, self._writes)

@@ -196,11 +196,25 @@ class LiveRows:
         """Put all noted keys into the index."""
         self._pending.put_pending(self._put)
 
-    def drop_index(self) -> None:
-        """Free the index. The caller puts the keys of all live rows, whose bits stay, into the new one."""
+    def drop_index(self) -> PendingKeys:
+        """Free the index. The caller puts the keys of all live rows, whose bits stay, into the new one. Returns the
+        keys that were noted and are not in the index."""
+        former = self._pending
+        former.wait()
         self.index.release()
         self.index = self._make_index(0)
         self._pending = PendingKeys(self.index, self._beside)
+        return former
+
+    def put_pending_of(self, former: PendingKeys) -> None:
+        """Put keys that were noted for a former index into this one. After a MemoryError they can be put again."""
+
+        def put(table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
+            self.index.reserve_keys(table_U, id_U)
+            self._put(table_U, id_U, place_U)
+
+        former.forget_error()
+        former.put_pending(put)
 
     def load(
         self, chunk: ChunkFile, table_N: np.ndarray, id_N: np.ndarray, row_N: np.ndarray

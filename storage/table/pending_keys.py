@@ -125,6 +125,13 @@ class PendingKeys:
         if self._putting is not None:
             wait([self._putting])
 
+    def forget_error(self) -> None:
+        """Wait until the background thread is idle. The next call puts the keys again that the thread could not
+        put."""
+        self.wait()
+        if self._putting is not None and self._putting.exception() is not None:
+            self._putting = None
+
     def _give(self, full: _List, put: _Put) -> None:
         """Put a full list into the index, and grow the index for the next two lists."""
         full.give(put)

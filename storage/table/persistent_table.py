@@ -433,8 +433,8 @@ class PersistentTable:
             raise StorageError(f"the table at {self._path} is closed; open it again")
         if self._contents.compactions is not None:
             self._contents.compactions.raise_error()
-        if put_pending and not self._store_lock.forked:  # Keys were put before the fork, and a child removes no file.
-            self._contents.compactor.put_pending()
+        if not self._store_lock.forked:  # Keys were put before the fork, and a child changes and removes no file.
+            self._contents.mend_index(put_pending)
 
     def _get_ready_for_fork(self) -> None:
         if self._rows.reading:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.errors import CorruptTableError, ForkedProcessError
-from oneemb.storage.table import pending_keys
+from oneemb.storage import cold_index
+from oneemb.storage.errors import ForkedProcessError, StorageError
+from oneemb.storage.table import cold_file, pending_keys
 from oneemb.storage.table.cold_file import ColdFile
 from oneemb.storage.table.persistent_table import PersistentTable
 from tests.storage import test_persistent_table_crash as crash, test_persistent_table_faults as faults
@@ -18,8 +19,9 @@ from tests.storage.test_persistent_table_interrupts import check_stopped
 from tests.support.cold_shards import keep_index_on_disk, make_shards_small
 from tests.support.faulty_fs import FaultyFileSystem
 from tests.support.forks import ended_well, in_child
+from tests.support.inside import check_chunk_totals
 from tests.support.interrupts import WAYS
-from tests.support.table_model import check, got, put_random, random_keys, random_rows
+from tests.support.table_model import check, got, note, put_random, random_keys, random_rows
 
 open_cold = partial(PersistentTable.open, row_width=40, chunk_bytes=1, index_memory_bytes=1)
 
@@ -119,21 +121,48 @@ def test_an_open_removes_what_a_killed_process_has_left_of_an_index():
 # ---- damage ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_flipped_byte_of_the_index_is_an_error_that_names_the_file_or_harmless():
-    fs, rows = FaultyFileSystem(), {}
-    table, rng, errors = filled("/t", rows, 800, fs=fs, background=False), np.random.default_rng(0), 0
-    keys, now = list(rows), fs.entries["/t/index.cold"].now
-    for at in rng.choice(np.flatnonzero(np.frombuffer(bytes(now), np.uint8)), 30).tolist():
-        now[at] ^= 4
-        for first in range(0, len(keys), 100):
-            part = keys[first : first + 100]
+def check_damage(table, rows, rng, flips, call):
+    """Flip bytes of the index, one at a time, and call until a call fails. Returns the number of calls that did."""
+    fs, errors = table[1], 0
+    for _ in range(flips):
+        now = fs.entries["/t/index.cold"].now
+        now[rng.choice(np.flatnonzero(np.frombuffer(bytes(now), np.uint8)))] ^= 4
+        for _ in range(20):
             try:
-                assert got(table, part) == [rows[key] for key in part]
-            except CorruptTableError as error:
-                assert "/t/index.cold at offset " in str(error) and "open it again and load a snapshot" in str(error)
+                call()
+            except StorageError as error:
+                assert "/t/index.cold at offset " in str(error) and "call again" in str(error)
                 errors += 1
-        now[at] ^= 4
-    assert errors >= 20
+                break
+        check(table[0], rows)
+    return errors
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_index_with_a_flipped_byte_is_made_anew_and_no_row_is_lost(background):
+    fs, rows = FaultyFileSystem(), {}
+    table, rng = filled("/t", rows, 800, fs=fs, background=background), np.random.default_rng(0)
+
+    def get():
+        keys = [list(rows)[n] for n in rng.choice(len(rows), 100)]
+        assert got(table, keys) == [rows[key] for key in keys]
+
+    def put():
+        keys = random_keys(rng, 60, ids=800)
+        row_UW = random_rows(rng, 60, 40)
+        try:
+            table.put(*keys, row_UW)
+        except StorageError:
+            table.put(*keys, row_UW)
+            raise
+        finally:
+            note(rows, *keys, row_UW)
+
+    assert check_damage((table, fs), rows, rng, 8, get) >= 4
+    assert check_damage((table, fs), rows, rng, 8, put) >= 2
+    table.save_snapshot("a", {})
+    check_chunk_totals(table)
+    table.load_snapshot("a")
     check(table, rows)
     table.close()
 
@@ -241,6 +270,18 @@ def test_a_clear_waits_for_the_thread_that_writes_the_old_index(tmp_path, monkey
 def test_a_put_that_is_stopped_at_some_line_has_done_all_or_nothing(tmp_path, monkeypatch, way, background):
     keep_index_on_disk(monkeypatch, overlay=150)
     check_stopped(tmp_path, "put", way, background, 12)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "call, functions",
+    [("put", {"_merge", "_thaw", "_let_go"}), ("put", {"write", "_write"}), ("get", {"_read", "read"})],
+    ids=["merge", "write", "read"],
+)
+def test_a_call_that_is_stopped_within_the_index_has_done_all_or_nothing(tmp_path, monkeypatch, way, call, functions):
+    keep_index_on_disk(monkeypatch, overlay=150)
+    files = (cold_index.__file__, cold_file.__file__)
+    check_stopped(tmp_path, call, way, False, 4, files=files, functions=functions)
 
 
 # ---- the same rows --------------------------------------------------------------------------------------------------

@@ -88,17 +88,18 @@ def snapshots(table):
     return found
 
 
-def check_stopped(tmp_path, call, way, background, number):
+def check_stopped(tmp_path, call, way, background, number, **which):
+    """which: the lines that count, see `AtLine`."""
     io = "auto" if call == "get" else "pread"
     line = World(tmp_path / "t", background, io)
     run = getattr(line, call)()[0]
-    lines = each_line(run, way) if number is None else some_lines(count_lines(run, way), number)
+    lines = each_line(run, way) if number is None else some_lines(count_lines(run, way, **which), number)
     line.table.close()
     stops = broken = 0
     for at in lines:
         world = World(tmp_path / "t", background, io)
         run, after, saved = getattr(world, call)()
-        stopped, place = interrupted(run, at, way)
+        stopped, place = interrupted(run, at, way, **which)
         stops += stopped
         table = world.table
         try:

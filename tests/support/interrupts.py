@@ -120,8 +120,8 @@ def interrupted(call, at, way, **which):
     return stopped, line.place
 
 
-def count_lines(call, way):
-    with AtLine(way=way) as line:
+def count_lines(call, way, **which):
+    with AtLine(way=way, **which) as line:
         call()
     return line.lines
 
