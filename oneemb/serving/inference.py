@@ -119,7 +119,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
                 raise ValueError(
                     f"{paths[0]} has snapshot {file.info.name!r}, tables {list(file.info.tables)} and"
                     f" max_rows={file.info.max_rows or None}, got snapshot={snapshot!r}, tables={tables} and"
-                    f" max_rows={max_rows}; leave them out"
+                    f" max_rows={max_rows}; leave these arguments out"
                 )
         else:
             if is_url(path):

@@ -234,6 +234,8 @@ class Pull:
                 continue
             try:
                 if self._fs.size(candidate) < file.size:
+                    if candidate in self._chunk_files:  # Parts of one table come with the longest files first.
+                        raise self._other_tables(chunk)
                     continue
                 keys = os.path.splitext(candidate)[0] + ".keys"
                 read_keys(self._fs, keys, geometry, chunk)  # raises if the file has the keys of another chunk
@@ -243,17 +245,20 @@ class Pull:
                     os.link(there, path)
             except (OSError, StorageError) as error:
                 if candidate in self._chunk_files and isinstance(error, StorageError):
-                    raise OtherTableError(
-                        f"the snapshots in {self._store.url} must be of one table, two of those asked for have a chunk"
-                        f" {chunk.number} with different rows, as those of two jobs have; pull the snapshots of each by"
-                        " their names, into a folder of its own"
-                    ) from error
+                    raise self._other_tables(chunk) from error
                 continue  # The folder has another chunk of this number, or the file system has no links.
             self._chunk_files.add(path)
             self._moved.add(file.size)
             return
         self._write(file, path, [one for one in (path, there) if one is not None])
         self._chunk_files.add(path)
+
+    def _other_tables(self, chunk: ChunkPart) -> OtherTableError:
+        return OtherTableError(
+            f"the snapshots in {self._store.url} must be of one table, two of those asked for have a chunk"
+            f" {chunk.number} with different rows, as those of two jobs have; pull the snapshots of each by their"
+            " names, into a folder of its own"
+        )
 
     def _write(self, file: StoredFile, path: str, shorter: Sequence[str] = ()) -> None:
         """Write a file. `shorter`: files that may begin as this one does, so that less is downloaded."""

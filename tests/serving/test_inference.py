@@ -269,7 +269,7 @@ def test_tables_may_be_any_integers_and_are_those_of_a_file(tmp_path, as_given):
         want, file = served(some_ids()[:, :2]), file_of(served)
     with _opened(file, tables=as_given([2, 0])) as served:
         assert torch.equal(bits(served(some_ids()[:, :2])), bits(want))
-    with pytest.raises(ValueError, match="leave both out"):
+    with pytest.raises(ValueError, match="leave these arguments out"):
         InferenceEmbedding.open(file, tables=as_given([0, 2]))
 
 

@@ -422,7 +422,7 @@ def test_a_manifest_with_a_wrong_number_is_refused_with_file_and_offset(good, ke
     right = json.loads(good[1].packed()[:-8])
     ServedFile(with_manifest(good, json.dumps(right).encode()), threads=THREADS)
     harmless = {"sequence": (1 << 40,), "embedding": ({},), "error_max": (1.5, 1 << 40, 1 << 64)}
-    harmless["error_rms"] = harmless["error_max"]
+    harmless["error_rms"], harmless["max_rows"] = harmless["error_max"], (1 << 40,)
     for value in [*WRONG, *([float(right[key])] if type(right.get(key)) is int else [])]:
         path = with_manifest(good, json.dumps({**right, key: value}).encode())
         if value in harmless.get(key, ()) and type(value) is not bool:
@@ -430,7 +430,7 @@ def test_a_manifest_with_a_wrong_number_is_refused_with_file_and_offset(good, ke
         with pytest.raises(CorruptTableError, match="offset") as error:
             ServedFile(path, threads=THREADS)
         assert str(path) in str(error.value), value
-    if key == "since":  # Only layers have it.
+    if key in ("since", "max_rows"):  # Only layers, and files with a cap, have them.
         return
     path = with_manifest(good, json.dumps({k: v for k, v in right.items() if k != key}).encode())
     with pytest.raises(CorruptTableError, match="offset"):
