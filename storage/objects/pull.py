@@ -150,7 +150,8 @@ class Pull:
 
     def __init__(self, store: ObjectStore, new: str, progress: Progress | None = None):
         self._fs, self._store, self._new, self._moved = LocalFileSystem(), store, new, Progressing(progress)
-        self._chunk_files: set[str] = set()  # paths that this pull has written or found
+        # {path that this pull has written or found: the part of a chunk that it was checked for}
+        self._chunk_files: dict[str, ChunkPart] = {}
         self.bytes_downloaded = 0
 
     def __enter__(self) -> "Pull":
@@ -234,8 +235,6 @@ class Pull:
                 continue
             try:
                 if self._fs.size(candidate) < file.size:
-                    if candidate in self._chunk_files:  # Parts of one table come with the longest files first.
-                        raise self._other_tables(chunk)
                     continue
                 keys = os.path.splitext(candidate)[0] + ".keys"
                 read_keys(self._fs, keys, geometry, chunk)  # raises if the file has the keys of another chunk
@@ -247,11 +246,17 @@ class Pull:
                 if candidate in self._chunk_files and isinstance(error, StorageError):
                     raise self._other_tables(chunk) from error
                 continue  # The folder has another chunk of this number, or the file system has no links.
-            self._chunk_files.add(path)
+            self._chunk_files[path] = chunk
             self._moved.add(file.size)
             return
         self._write(file, path, [one for one in (path, there) if one is not None])
-        self._chunk_files.add(path)
+        former = self._chunk_files.get(path)
+        if former is not None:  # A longer file has taken the place of one that another snapshot needs.
+            try:
+                read_keys(self._fs, os.path.splitext(path)[0] + ".keys", geometry, former)
+            except StorageError as error:
+                raise self._other_tables(chunk) from error
+        self._chunk_files[path] = chunk
 
     def _other_tables(self, chunk: ChunkPart) -> OtherTableError:
         return OtherTableError(

@@ -129,7 +129,7 @@ class RowCap:
 
 
 class CappedChanges(NamedTuple):
-    """What changes from some rows to those that stay of a snapshot."""
+    """Changes from some rows to those that stay of a snapshot."""
 
     put: Keys
     """Keys of the rows to write."""

@@ -558,6 +558,27 @@ def test_snapshots_of_another_table_do_not_mix(tmp_path, url):
     assert held_at(tmp_path / "two") == held
 
 
+def test_snapshots_of_two_branches_of_a_job_come_together(tmp_path, url):
+    embedding, ids = embedding_at(tmp_path / "job"), torch.arange(300)
+    for name, until in (("a", 100), ("b", 300)):
+        train(embedding, ids[:until], 1.0)
+        embedding.save_snapshot(name)
+        push(tmp_path / "job", url)
+    rows = {"b": embedding(ids).detach().clone()}
+    embedding.load_snapshot("a")
+    train(embedding, ids[:50], 2.0)
+    embedding.save_snapshot("c")
+    rows["c"] = embedding(ids[:100]).detach().clone()
+    embedding.close()
+    push(tmp_path / "job", url)
+    pull(url, tmp_path / "copy")
+    copy = embedding_at(tmp_path / "copy")
+    for name in "cb":
+        copy.load_snapshot(name)
+        assert torch.equal(copy(ids[: len(rows[name])]), rows[name])
+    copy.close()
+
+
 def test_a_damaged_snapshot_is_not_pushed_and_the_others_are(tmp_path, url):
     held = saved_table(tmp_path / "live", "ab")
     newest = max((tmp_path / "live/chunks").glob("*.rows"))
