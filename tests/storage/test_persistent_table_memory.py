@@ -44,7 +44,7 @@ def test(tmp_path, proof):
 
 
 def a_load_over_rows_holds_one_index_at_a_time(path):
-    snapshot_load._PIECE_ROWS = 1 << 16
+    pytest.MonkeyPatch().setattr(snapshot_load, "_PIECE_ROWS", 1 << 16)
     with open_table(path) as table:
         fill(table)
         index_bytes = table.stats()["index_bytes"]
@@ -57,7 +57,7 @@ def a_load_over_rows_holds_one_index_at_a_time(path):
 
 
 def tools_take_a_hash_for_each_key_at_most(path):
-    compact_module._RUN_BYTES = 1 << 18
+    pytest.MonkeyPatch().setattr(compact_module, "_RUN_BYTES", 1 << 18)
     with open_table(path) as table:
         fill(table)
         # Half of each chunk becomes garbage that nothing but a compaction of all snapshots frees.
