@@ -26,9 +26,10 @@ MEMORY := $(shell [ "$$(df --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 6
 # With that variable every process of a test would compile each module anew.
 unexport PYTHONDONTWRITEBYTECODE
 MEMORY_TMPDIR = $(if $(MEMORY),TMPDIR=$(MEMORY))
-PYTEST = $(MEMORY_TMPDIR) $(RUN) -m pytest -n $(WORKERS) --dist worksteal
+PYTEST = $(MEMORY_TMPDIR) $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(if $(RERUNS),--reruns $(RERUNS) -rfER)
 
 # CUDA loops run in numba's simulator and are compiled for two GPUs. Each variable is read once a process.
+# RERUNS=1 runs a test that fails once more, and the closing lines name the test: for a machine that others load.
 test: $(call ready,test)  ## The test suite.
 	$(PYTEST)
 	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) -q tests/cuda
