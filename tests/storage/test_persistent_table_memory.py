@@ -34,16 +34,21 @@ def fill(table):
     table.save_snapshot("s", {})
 
 
-@pytest.mark.parametrize(
-    "proof", ["a_load_over_rows_holds_one_index_at_a_time", "tools_take_a_hash_for_each_key_at_most"]
-)
-def test(tmp_path, proof):
-    # In a process of its own: the heap of this process has what other tests have left.
+def run_in_own_process(proof, *args):
+    # The heap of this process has what other tests have left.
     with ProcessPoolExecutor(1, fork_context()) as pool:
-        pool.submit(globals()[proof], tmp_path).result(300)
+        pool.submit(proof, *args).result(300)
 
 
-def a_load_over_rows_holds_one_index_at_a_time(path):
+def test_a_load_over_rows_holds_one_index_at_a_time(tmp_path):
+    run_in_own_process(load_over_rows, tmp_path)
+
+
+def test_tools_take_a_hash_for_each_key_at_most(tmp_path):
+    run_in_own_process(run_tools, tmp_path)
+
+
+def load_over_rows(path):
     pytest.MonkeyPatch().setattr(snapshot_load, "_PIECE_ROWS", 1 << 16)
     with open_table(path) as table:
         fill(table)
@@ -56,7 +61,7 @@ def a_load_over_rows_holds_one_index_at_a_time(path):
         assert len(table) == KEYS
 
 
-def tools_take_a_hash_for_each_key_at_most(path):
+def run_tools(path):
     pytest.MonkeyPatch().setattr(compact_module, "_RUN_BYTES", 1 << 18)
     with open_table(path) as table:
         fill(table)
