@@ -427,6 +427,16 @@ def test_a_damaged_snapshot_is_named_beside_the_list_and_can_be_deleted(path):
     assert run("snapshot", "list", path).stderr == "" and run_json("check", path)["sound"]
 
 
+def test_where_every_snapshot_is_damaged_the_tool_that_saves_rows_is_named(path, tmp_path):
+    says = f"every snapshot in {path} is damaged: `oneemb salvage` writes what is left"
+    for name in ("first", "second"):
+        assert says not in run("check", path, code=0 if name == "first" else 1).stdout
+        damage(path, f"{name}.snapshot", 200)
+    for words in (["check", path], ["backup", path, tmp_path / "copy"], ["push", path, f"file://{tmp_path}/store"]):
+        assert says in run(*words, code=1).stdout
+        run_json(*words, code=1)
+
+
 def test_check_beside_a_damaged_snapshot_promises_that_no_file_goes(path):
     damaged = damage(path, "second.snapshot", 200)
     found = run_json("check", path, code=1)

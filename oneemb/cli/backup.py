@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import click
 
+from oneemb.cli.check import salvage_advice
 from oneemb.cli.output import FOLDER, json_option, progress_bar, size_text, tell
 
 
@@ -35,6 +36,7 @@ def backup(ctx: click.Context, path: str, to: str, link: bool, no_verify: bool, 
         f" {size_text(result.bytes_written)} copied",
         *(f"gone: {name!r} was deleted or replaced while it was copied" for name in result.gone),
         *(f"not copied: {reason}" for reason in result.incomplete.values()),
+        *([salvage_advice(path)] if result.incomplete and not result.snapshots else ()),
     )
     if result.incomplete:
         ctx.exit(1)

@@ -36,6 +36,7 @@ def check(ctx: click.Context, path: str, as_json: bool) -> None:
         return
     with progress_bar(as_json, "checking", "B") as move:
         result = _check_oneflow(path, move) if is_oneflow_table(path) else check_parts(path, progress=move)
+    left = result.by_snapshot.values()
     tell(
         as_json,
         {"path": path, "sound": not result.problems, **asdict(result)},
@@ -43,6 +44,7 @@ def check(ctx: click.Context, path: str, as_json: bool) -> None:
         f"{path}: {len(result.problems) or 'no'} contradictions; {len(result.snapshots)} snapshots with {result.rows:,}"
         f" rows, {size_text(result.bytes_read)} of blocks read",
         *(losses(result.by_snapshot) if result.problems else ()),
+        *([salvage_advice(path)] if left and not any(found.whole for found in left) else ()),
         *(f"left over: {text}" for text in result.left_over),
         *([_unneeded_text(result)] if result.unneeded else []),
     )  # fmt: skip
@@ -64,6 +66,14 @@ def losses(by_snapshot: "Mapping[str, SnapshotCheck]") -> list[str]:
         for name, found in by_snapshot.items()
     ]  # fmt: skip
     return table_lines(("snapshot", "", "rows left", "rows lost", "lost"), rows, "no snapshots")
+
+
+def salvage_advice(path: str) -> str:
+    """Line for the user of a folder in which no snapshot is whole."""
+    return (
+        f"every snapshot in {path} is damaged: `oneemb salvage` writes what is left of them to a new folder, with"
+        " `--all-rows NAME` also the rows of a snapshot whose file is damaged"
+    )
 
 
 def _unneeded_text(result: "CheckResult") -> str:

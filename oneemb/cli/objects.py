@@ -2,6 +2,7 @@
 
 import click
 
+from oneemb.cli.check import salvage_advice
 from oneemb.cli.output import FOLDER, json_option, progress_bar, size_text, tell
 
 _SNAPSHOT = click.option("--snapshot", "names", multiple=True, help="Only this snapshot; may be repeated.")
@@ -36,6 +37,7 @@ def push(ctx: click.Context, path: str, url: str, names: tuple[str, ...], as_jso
         *(f"waiting: {name!r} lacks parts that other ranks have to push" for name in result.waiting),
         *(f"gone: {name!r} was deleted or replaced while it was pushed" for name in result.gone),
         *(f"not pushed: {name!r}: {reason}" for name, reason in result.damaged.items()),
+        *([salvage_advice(path)] if result.damaged and not result.snapshots and not result.waiting else ()),
     )
     if result.damaged:
         ctx.exit(1)

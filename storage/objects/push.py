@@ -6,7 +6,7 @@ next push continues one that was killed. A chunk that an earlier snapshot in the
 Invariants:
 - the folder is only read, and no lock is taken;
 - the description of a part is written after its pieces, and only if the folder still has the part;
-- chunks are compared with their checksums before they are uploaded;
+- chunks and files of snapshots are compared with their checksums before they are uploaded;
 - a push by a user adds no snapshot of another table: two chunks of one number would then have different rows, and a
   pull of all snapshots would fail.
 """
@@ -210,7 +210,7 @@ class _Push:
 
     def _upload(self, part: Part) -> StoredPart:
         """Upload the pieces of a part that the store lacks. Returns the description of the part."""
-        record = SnapshotFiles(self._fs, f"{part.folder}/snapshots").read(part.info.name)
+        record = SnapshotFiles(self._fs, f"{part.folder}/snapshots").read_checked(part.info.name)
         files: list[StoredFile] = []
         for chunk in record.parts:
             if not self._any_table:

@@ -11,7 +11,8 @@ Invariants:
 - the folder that is copied is only read, and no lock is taken;
 - a snapshot is in the copy completely or not at all; a killed backup is continued by the next one;
 - a chunk that the copy has already is used only if its keys are those that the snapshot was saved with;
-- a damaged chunk takes the place of no file of the copy: it is compared with its checksums before it is copied.
+- a damaged chunk takes the place of no file of the copy: it is compared with its checksums before it is copied;
+- of a snapshot whose lists of rows or arrays are damaged, nothing is copied.
 """
 
 import errno
@@ -27,7 +28,14 @@ from oneemb.storage.errors import CorruptTableError, LockedError, OtherTableErro
 from oneemb.storage.fs import FileSystem, LocalFileSystem, doing
 from oneemb.storage.new_files import NewFile, new_file
 from oneemb.storage.snapshots.part_folders import check_parts
-from oneemb.storage.snapshots.snapshot_parts import FoundParts, Part, PartedSnapshot, incomplete_text, look_at
+from oneemb.storage.snapshots.snapshot_parts import (
+    FoundParts,
+    Part,
+    PartedSnapshot,
+    folders_at,
+    incomplete_text,
+    look_at,
+)
 from oneemb.storage.snapshots.unfinished import mark, unmark
 from oneemb.storage.table.chunk_damage import check_chunk
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, chunk_numbers, chunk_paths
@@ -83,7 +91,7 @@ def backup_folder(
     backup = _Backup(path, to, link, verify)
     with _only_writer(to):
         backup.run()
-    if verify and os.path.isdir(to) and (problems := check_parts(to, progress=progress).problems):
+    if verify and folders_at([to]) and (problems := check_parts(to, progress=progress).problems):
         raise CorruptTableError(
             f"{to}: the copy must be sound, but {problems[0]} ({len(problems)} problems); run `oneemb check` on {path}"
             " and on the copy"
@@ -224,7 +232,9 @@ class _Backup:
             return False
 
     def _copy(self, snapshot: PartedSnapshot) -> None:
-        records = [SnapshotFiles(self._fs, f"{one.folder}/snapshots").read(one.info.name) for one in snapshot.parts]
+        records = [
+            SnapshotFiles(self._fs, f"{part.folder}/snapshots").read_checked(part.info.name) for part in snapshot.parts
+        ]
         targets = [self._target(part.folder) for part in snapshot.parts]
         for part, record, target in zip(snapshot.parts, records, targets, strict=True):
             for name in ("chunks", "snapshots"):

@@ -131,8 +131,9 @@ class _Salvage:
         self._count_lost(needed)
         if problems := check_table(self._to, fs=self._fs).problems:
             raise StorageError(
-                f"{self._to}: the new table must be sound, but {problems[0]} ({len(problems)} problems); its disk has"
-                " failed: delete the folder, and salvage to another disk"
+                f"{self._to}: the new table must be sound, but {problems[0]} ({len(problems)} problems). If `oneemb"
+                f" check` says the same of {self._path}, the snapshot there contradicts itself: delete it in a copy of"
+                " the folder, and salvage the copy; if not, the new folder's disk has failed: salvage to another disk"
             )
 
     def _count_lost(self, needed: dict[int, tuple[int, int]]) -> None:

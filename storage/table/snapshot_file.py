@@ -95,6 +95,15 @@ class SnapshotFiles:
         with self._opened(path, name) as file:
             return self._read(file, path, name)
 
+    def read_checked(self, name: str) -> SnapshotRecord:
+        """Read the snapshot of this name, and compare every byte of its file with a checksum. Raises as `read` does."""
+        record = self.read(name)
+        for part in record.parts:
+            self.read_bits(record, part)
+        for array in record.arrays:
+            self.read_array(record, array)
+        return record
+
     @contextmanager
     def _opened(self, path: str, name: str) -> Iterator[int]:
         """Open the file of a snapshot for a `with` block. Turns errors of the block into StorageErrors."""

@@ -420,6 +420,41 @@ def test_damaged_snapshots_are_named_and_the_others_copied(tmp_path):
         backup_folder(str(live), str(tmp_path / "link"))
 
 
+def damage_list(path, name):
+    """Change a bit in the last list of rows or array of a snapshot; the manifest before it stays sound."""
+    file = path / SNAPSHOTS / f"{name}.snapshot"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("what", ["list of rows", "array"])
+def test_a_snapshot_whose_list_of_rows_or_array_is_damaged_is_named_and_not_copied(tmp_path, what, verify):
+    live, copy, rows = tmp_path / "live", tmp_path / "copy", {}
+    with open_table(live) as table:
+        for n, name in enumerate("ab"):
+            put_random(table, rows, np.random.default_rng(n), 300)
+            table.save_snapshot(name, {}, arrays={"of": np.arange(5)} if what == "array" else None)
+    held = held_at(live)
+    damage_list(live, "b")
+    result = backup_folder(str(live), str(copy), verify=verify)
+    assert result.copied == ["a"] and what in result.incomplete["b"]
+    assert check_table(copy).problems == [] and held_at(copy) == {"a": held["a"]}
+
+
+@pytest.mark.parametrize("names", ["", "ab"])
+def test_a_backup_of_a_folder_without_a_sound_snapshot_names_what_is_damaged(tmp_path, names):
+    with open_table(tmp_path / "live") as table:
+        for name in names:
+            put_random(table, {}, np.random.default_rng(0), 300)
+            table.save_snapshot(name, {})
+    for file in (tmp_path / "live" / SNAPSHOTS).iterdir():
+        file.write_bytes(b"x" + file.read_bytes()[1:])
+    result = backup_folder(str(tmp_path / "live"), str(tmp_path / "copy"))
+    assert result.snapshots == [] and set(result.incomplete) == set(names)
+
+
 @pytest.mark.parametrize(("suffix", "verify"), [(".rows", True), (".keys", True), (".keys", False)])
 def test_a_chunk_that_is_damaged_since_the_last_backup_replaces_no_file_of_the_copy(tmp_path, suffix, verify):
     """The chunk has grown, so the copy lacks a part of it; what the copy has of it is sound."""

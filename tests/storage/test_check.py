@@ -10,6 +10,7 @@ from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.table.check import check_table
 from oneemb.storage.table.persistent_table import PersistentTable
+from oneemb.storage.table.salvage import salvage_table
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.table.table_info import table_info
@@ -161,6 +162,9 @@ def test_a_key_that_is_twice_in_a_snapshot_is_found(table_path):
     (problem,) = check_table(table_path).problems
     shared = int(np.unpackbits(early).sum()) + b.parts[0].rows - files.read("b").parts[0].rows
     assert f"{a.info.rows - shared} keys of chunk 1 twice" in problem
+
+    with pytest.raises(StorageError, match="twice.* If `oneemb check` says the same of .*, the snapshot there contra"):
+        salvage_table(str(table_path), f"{table_path}.new")
 
 
 def test_files_that_no_snapshot_needs_are_named_and_no_problem(table_path):

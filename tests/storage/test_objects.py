@@ -579,11 +579,12 @@ def test_snapshots_of_two_branches_of_a_job_come_together(tmp_path, url):
     copy.close()
 
 
-def test_a_damaged_snapshot_is_not_pushed_and_the_others_are(tmp_path, url):
+@pytest.mark.parametrize("what", ["chunks/*.rows", "snapshots/b.snapshot"])
+def test_a_damaged_snapshot_is_not_pushed_and_the_others_are(tmp_path, url, what):
     held = saved_table(tmp_path / "live", "ab")
-    newest = max((tmp_path / "live/chunks").glob("*.rows"))
+    newest = max((tmp_path / "live").glob(what))
     data = bytearray(newest.read_bytes())
-    data[-100] ^= 1
+    data[-20] ^= 1  # In a row, or in the snapshot's list of rows.
     newest.write_bytes(data)
     result = push(tmp_path / "live", url)
     assert set(result.damaged) == {"b"} and "checksum" in result.damaged["b"]
