@@ -6,22 +6,21 @@ Invariants:
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
 
-from oneemb.kernels.threads import Threads
 from oneemb.rows.files import RowsOfFile
 from oneemb.rows.values import state_of, weights_of
 from oneemb.sinks.version import TableVersion
-from oneemb.storage.hash_index import HashIndex
-from oneemb.storage.snapshots.owned_rows import open_part, owned_rows
+from oneemb.storage.snapshots.changed_rows import ChangedRows
+from oneemb.storage.snapshots.linked_rows import LinkedRows
+from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.row_cap import CappedChanges, KeysIn, RowCap, capped_changes
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
-from oneemb.storage.table.delta import GONE, gone_keys
-from oneemb.storage.table.snapshot_reader import SnapshotReader
+from oneemb.storage.table.snapshot_reader import Keep
 
 _Words = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
 
@@ -39,11 +38,12 @@ class Changes:
         is_whole: whether the changes are all rows, which replace whatever the sink has.
         stop: function that returns True once nobody wants the changes any more.
         cap: says which rows stay, of the tables that are asked for; the others are as if they were gone. None = all.
+        changed: the changes, if they are not all rows of the version; None = those of a delta.
     """
 
     def __init__(
         self, snapshot: PartedSnapshot, is_whole: bool, stop: Callable[[], bool] = lambda: False,
-        cap: RowCap | None = None,
+        cap: RowCap | None = None, changed: ChangedRows | None = None,
     ):  # fmt: skip
         self.snapshot = snapshot
         """The version's snapshot in the table's folder."""
@@ -53,13 +53,14 @@ class Changes:
         """Whether the changes are all rows of the version: a sink must remove all other rows."""
         self.rows = SnapshotRows.of_meta(snapshot.info.meta, snapshot.name)
         """Format of the rows, with the optimizer whose state they hold, and the step."""
-        self.num_rows = snapshot.info.rows if is_whole else sum(part.info.rows for part in snapshot.parts)
+        of_delta = sum(part.info.rows for part in snapshot.parts) if changed is None else len(changed)
+        self.num_rows = snapshot.info.rows if is_whole else of_delta
         """Number of rows in `batches`, at most; with a cap there may be more, rows that come back."""
         if cap is not None:
             self.num_rows = min(self.num_rows, cap.max_rows)
         self.nbytes = self.num_rows * self.rows.format.row_bytes
         """Bytes of the rows, at most."""
-        self._stop, self._cap = stop, cap
+        self._stop, self._cap, self._changed = stop, cap, changed
         self._capped: dict[tuple[int, ...] | None, CappedChanges] = {}  # of the tables that were asked for
 
     def __repr__(self) -> str:
@@ -98,19 +99,11 @@ class Changes:
             return np.empty(0, np.int32), np.empty(0, np.int64)
         if self._cap is not None:
             return self._capped_changes(self._cap, tables).gone
-        with ExitStack() as stack:
-            readers = self._open(stack)
-            arrays = [(reader.array(GONE) if GONE in reader.arrays else None, reader.info.name) for reader in readers]
-            table_N, id_N = (np.concatenate(keys) for keys in zip(*(gone_keys(*one) for one in arrays), strict=True))
-            if len(id_N):  # A key that a delta lists both as gone and as written is written.
-                written = HashIndex(Threads(1))
-                for reader in readers:
-                    for keys in reader.keys(lambda table_N, id_N: np.ones(len(id_N), np.bool_)):
-                        written.put(*keys, np.zeros(len(keys[1]), np.int64))
-                kept = written.find(table_N, id_N) < 0
-                if tables is not None:
-                    kept &= np.isin(table_N, tables)
-                table_N, id_N = table_N[kept], id_N[kept]
+        with self._opened(False) as rows:
+            table_N, id_N = rows.gone()
+        if tables is not None:
+            kept = np.isin(table_N, tables)
+            table_N, id_N = table_N[kept], id_N[kept]
         return table_N, id_N
 
     def whole(self) -> "Changes":
@@ -145,13 +138,8 @@ class Changes:
         elif self._cap is not None:
             capped = self._capped_changes(self._cap, tables)
             keep, every = KeysIn(capped.put), capped.comes_back
-        if every:
-            with owned_rows(self.snapshot, 0, 1, keep=keep) as rows:
-                yield from rows.scan(batch_size)
-            return
-        with ExitStack() as stack:
-            for reader in self._open(stack):
-                yield from reader.scan(batch_size, keep)
+        with self._opened(every, keep) as rows:
+            yield from rows.scan(batch_size)
 
     def _capped_changes(self, cap: RowCap, tables: Sequence[int] | None) -> CappedChanges:
         """Changes between the rows that stay of the version before and of this one."""
@@ -159,10 +147,13 @@ class Changes:
         if chosen not in self._capped:
             *links, before = self.snapshot.before
             kept = cap.rows_of(replace(before, before=tuple(links)), chosen)
-            with owned_rows(replace(self.snapshot, before=()), 0, 1) as rows:
+            with self._opened(False) as rows:
                 written = rows.keys(lambda table_N, id_N: np.ones(len(id_N), np.bool_))
             self._capped[chosen] = capped_changes(kept.keys, cap.rows_of(self.snapshot, chosen), written)
         return self._capped[chosen]
 
-    def _open(self, stack: ExitStack) -> list[SnapshotReader]:
-        return [stack.enter_context(open_part(part)) for part in self.snapshot.parts]
+    def _opened(self, every: bool, keep: Keep | None = None) -> AbstractContextManager[LinkedRows | ChangedRows]:
+        """Rows of the version: all, or the changes alone."""
+        if self._changed is not None:
+            return nullcontext(self._changed)
+        return owned_rows(self.snapshot if every else replace(self.snapshot, before=()), 0, 1, keep=keep)

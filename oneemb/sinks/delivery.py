@@ -128,7 +128,7 @@ class Delivery:
         known, since the folder cannot be read."""
         try:
             return self._versions.changes(
-                self._shown, wants_whole=False, when_behind="whole", stop=lambda: False, cap=self._cap
+                self._shown, wants_whole=False, when_behind="whole", stop=lambda: False, cap=self._cap, compares=False
             )
         except (StorageError, OSError):
             return []  # `error` says so.

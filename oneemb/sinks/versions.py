@@ -11,6 +11,7 @@ from oneemb.sinks.changes import Changes
 from oneemb.sinks.version import PublishError, TableVersion
 from oneemb.storage.bottom import NOT_SAVED
 from oneemb.storage.errors import OtherTableError
+from oneemb.storage.snapshots.changed_rows import ChangedRows, changed_rows
 from oneemb.storage.snapshots.row_cap import RowCap
 from oneemb.storage.snapshots.snapshot_parts import FoundParts, PartedSnapshot, folders_at, look_at
 
@@ -77,19 +78,20 @@ class Versions:
 
     def changes(
         self, shown: TableVersion | None, *, wants_whole: bool, when_behind: str, stop: Callable[[], bool],
-        cap: RowCap | None = None,
+        cap: RowCap | None = None, compares: bool = True,
     ) -> list[Changes]:  # fmt: skip
         """Changes that a sink must get, in order.
 
         Args:
             shown: the version that the sink shows; None = none.
             wants_whole: whether the sink wants all rows in place of deltas.
-            when_behind: "whole" = all rows of the newest version if the deltas since `shown` are not there; "error" =
+            when_behind: "whole" = all rows of the newest version if the changes since `shown` are not there; "error" =
                 PublishError.
             stop, cap: passed to `Changes`.
+            compares: whether a whole snapshot is compared with `shown`, which takes a while; False = all its rows.
 
         Raises:
-            PublishError: the deltas since `shown` are not there, and `when_behind` is "error".
+            PublishError: the changes since `shown` are not there, and `when_behind` is "error".
             OtherTableError: the sink shows a version of another embedding.
             StorageError: as `newest`.
         """
@@ -114,9 +116,22 @@ class Versions:
             if cap is None or TableVersion.of(chain[first - 1]).history == shown.history:
                 return [Changes(link, False, stop, cap) for link in chain[first:]]
             wants_whole = True  # Another choice of rows has stayed.
+        if compares and cap is None and not wants_whole and version.sequence > shown.sequence:
+            changed = self._changed_since(shown, newest)
+            if changed is not None:
+                return [Changes(newest, False, stop, changed=changed)]
         if when_behind == "error" and not wants_whole:
             raise PublishError(
                 f"the sink shows {shown.name!r} (identity {shown.identity}), and {', '.join(self.paths)} has no deltas"
                 f' from there to {version.name!r}; publish with when_behind="whole" to give the sink all rows'
             )
         return [Changes(newest, True, stop, cap)]
+
+    def _changed_since(self, shown: TableVersion, newest: PartedSnapshot) -> ChangedRows | None:
+        """Changes of a snapshot that does not go on from the one that a sink shows. None if that one is not there, or
+        if all rows must be read."""
+        found = self.look()
+        for one in found.snapshots():
+            if one.info.identity == shown.identity and one.name not in found.broken():
+                return changed_rows(found.get(one.name), newest)
+        return None

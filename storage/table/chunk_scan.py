@@ -150,12 +150,25 @@ def _runs(fs: FileSystem, file: int, path: str, geometry: Geometry, part: ChunkP
             break
         yield run
     if block != part.blocks or keys_sum != part.keys_sum:
-        raise CorruptTableError(
-            f"{path}: the keys up to offset {part.keys_bytes} are not those that the snapshot was saved with: "
-            f"{block} blocks with checksum {keys_sum:016x}, must be {part.blocks} with {part.keys_sum:016x}; run "
-            f"`oneemb check` on the table"
-        )
+        raise _other_keys(path, part, f"{block} blocks with checksum {keys_sum:016x}")
     yield run
+
+
+def check_keys_end(fs: FileSystem, path: str, part: ChunkPart) -> None:
+    """Raise CorruptTableError unless the keys file at `path` has the part's checksum, which is that of all bytes before
+    it, where the part ends. Reads 8 bytes."""
+    sum_N = np.zeros(1, np.uint64)
+    with opened(fs, path, "read the keys") as file:
+        fs.read_into(file, sum_N.view(np.uint8).data, part.keys_bytes - sum_N.nbytes)
+    if sum_N[0] != part.keys_sum:
+        raise _other_keys(path, part, f"checksum {int(sum_N[0]):016x}")
+
+
+def _other_keys(path: str, part: ChunkPart, found: str) -> CorruptTableError:
+    return CorruptTableError(
+        f"{path}: the keys up to offset {part.keys_bytes} are not those that the snapshot was saved with: {found}, must"
+        f" be {part.blocks} blocks with {part.keys_sum:016x}; run `oneemb check` on the table"
+    )
 
 
 def run_size(rows: int, blocks: int) -> int:

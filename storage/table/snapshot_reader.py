@@ -16,7 +16,7 @@ from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_pat
 from oneemb.storage.hash_index import check_tables
 from oneemb.storage.table.block_reader import PreadReader, RowReader
 from oneemb.storage.table.chunk_files import EVERY_NUMBER, ChunkFiles, chunk_paths
-from oneemb.storage.table.chunk_scan import ChunkKeys, live_rows, read_keys, scan_rows
+from oneemb.storage.table.chunk_scan import ChunkKeys, check_keys_end, live_rows, read_keys, scan_rows
 from oneemb.storage.table.live_rows import LiveRows
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_load import load_live_rows
@@ -66,6 +66,11 @@ class SnapshotReader:
         self._chunks.keep_below = EVERY_NUMBER  # A reader removes nothing.
         self._rows = RowReader(PreadReader(fs, Threads(1)), self._chunks)
         self.info = record.info
+        self.folder = path
+        self.chunks = {part.number: (part.blocks, part.keys_bytes, part.keys_sum) for part in record.parts}
+        """{number of a chunk that the snapshot needs: blocks, bytes and checksum of its keys}."""
+        self.only: dict[int, np.ndarray] | None = None
+        """{chunk: bits of the rows that `scan` and `keys` read}; None = all rows of the snapshot."""
 
     @classmethod
     def open(cls, path: AnyPath, name: str, *, fs: FileSystem | None = None) -> "SnapshotReader":
@@ -75,7 +80,9 @@ class SnapshotReader:
         return cls(fs, path, SnapshotFiles(fs, f"{path}/snapshots").read(name))
 
     def __len__(self) -> int:
-        return self.info.rows
+        if self.only is None:
+            return self.info.rows
+        return sum(int(np.count_nonzero(np.unpackbits(bit_N))) for bit_N in self.only.values())
 
     @property
     def row_width(self) -> int:
@@ -85,7 +92,7 @@ class SnapshotReader:
         """Yield each row once, or each row that `keep` keeps, in batches (table_N int32, id_N int64, row_NW float32) of
         at most `batch` rows. Raises CorruptTableError if files are damaged, or if a writer has removed the snapshot."""
         geometry = self._record.geometry
-        for part in self._record.parts:
+        for part in self._wanted():
             rows, rows_path, keys = self._part(part)
             if keep is not None:
                 rows = rows[keep(*keys.of(rows))]
@@ -99,7 +106,7 @@ class SnapshotReader:
     def keys(self, keep: Keep) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the keys of the rows that `keep` keeps, (table_N int32, id_N int64), chunk by chunk. CorruptTableError
         if files are damaged, or if a writer has removed the snapshot."""
-        for part in self._record.parts:
+        for part in self._wanted():
             rows, _, keys = self._part(part)
             table_N, id_N = keys.of(rows)
             kept = np.flatnonzero(keep(table_N, id_N))
@@ -153,8 +160,28 @@ class SnapshotReader:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def bits(self, chunk: int) -> np.ndarray:
+        """The rows of a chunk that the snapshot has: uint8, one bit for each row. Raises CorruptTableError if the list
+        is damaged, SnapshotNotFoundError if a writer has removed the snapshot."""
+        return self._files.read_bits(self._record, self._part_of(chunk))
+
+    def rows_of(self, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Numbers, tables and ids of the rows of a chunk that the snapshot has. Raises as `keys`."""
+        rows, _, keys = self._part(self._part_of(chunk))
+        return rows, *keys.of(rows)
+
+    def check_keys_end(self, chunk: int) -> None:
+        """Raise CorruptTableError unless the keys file of a chunk is the one with which the snapshot was saved."""
+        check_keys_end(self._fs, chunk_paths(self._chunks.directory, chunk)[1], self._part_of(chunk))
+
+    def _part_of(self, chunk: int) -> ChunkPart:
+        return next(part for part in self._record.parts if part.number == chunk)
+
+    def _wanted(self) -> list[ChunkPart]:
+        return [part for part in self._record.parts if self.only is None or part.number in self.only]
+
     def _part(self, part: ChunkPart) -> tuple[np.ndarray, str, ChunkKeys]:
         """(numbers of the snapshot's rows in a chunk, path of the chunk's rows file, keys of the chunk)."""
         rows_path, keys_path = chunk_paths(self._chunks.directory, part.number)
-        rows = live_rows(self._files.read_bits(self._record, part))
+        rows = live_rows(self._files.read_bits(self._record, part) if self.only is None else self.only[part.number])
         return rows, rows_path, read_keys(self._fs, keys_path, self._record.geometry, part)
