@@ -22,8 +22,8 @@ from oneemb.serving.layers import (
     files_in,
     files_of,
     make_layer,
-    nearest_files,
     open_files,
+    rows_since,
     weights_in,
 )
 from oneemb.serving.stored_rows import StoredCopy
@@ -281,10 +281,10 @@ def _make(
 ) -> list[VersionFile]:
     """Make the version of a snapshot, and return its files. Files of the kind that no version needs are removed: the
     two newest whole files stay, and those of the versions that were there before and after this call."""
-    made, links = nearest_files(snapshot, files_in(source.folder, kind))
+    made, changes = rows_since(snapshot, files_in(source.folder, kind), source.paths, source.cap)
     new = make_layer(
-        source.folder, kind, snapshot, made, links, threads=threads, progress=progress, cap=source.cap
-    ) if made else None  # fmt: skip
+        source.folder, kind, snapshot, made, changes, threads=threads, progress=progress, cap=source.cap
+    ) if changes is not None else None  # fmt: skip
     if new is None:
         new = [_make_whole(source, kind, snapshot, threads, progress)]
     files = files_in(source.folder, kind)

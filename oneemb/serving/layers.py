@@ -4,13 +4,13 @@
     000000000009-<identity>-float32-since-<identity of 7>.serving    what has changed from 7 to 9
 
 A version is found by the identities in the names of files: a layer goes on from the version with the identity that it
-names. A newer version gets one new layer, made of the deltas since the nearest older version whose files are there. The
-new layer takes in the layers before it while these have less than twice as many rows, or are too many. So a row is
+names. A newer version gets one new layer, made of the changes since the nearest older version whose files are there.
+The new layer takes in the layers before it while these have less than twice as many rows, or are too many. So a row is
 written again a few times, not once for each delta.
 
 Invariants:
 - a version has at most `LAYERS` layers, with a quarter of the whole file's rows;
-- a new layer depends on the deltas and the files before it alone, so any process makes the same one.
+- a new layer depends on the snapshots and the files before it alone, so any process makes the same one.
 """
 
 import os
@@ -30,10 +30,11 @@ from oneemb.storage.serving.layered_file import LayeredFile
 from oneemb.storage.serving.room import Room
 from oneemb.storage.serving.served_file import MANIFEST_MAX, ServedFile, with_gone
 from oneemb.storage.serving.served_writer import write_served_file
+from oneemb.storage.snapshots.changed_rows import ChangedRows, changed_rows
 from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.row_cap import Keys, KeysIn, RowCap, capped_changes
-from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
+from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot, look_at
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 Progress = Callable[[int, int | None], None]
@@ -97,6 +98,29 @@ def nearest_files(snapshot: PartedSnapshot, files: Sequence[VersionFile]) -> tup
     return made, links
 
 
+def rows_since(
+    snapshot: PartedSnapshot, files: Sequence[VersionFile], paths: Sequence[str], cap: RowCap | None
+) -> tuple[list[VersionFile], PartedSnapshot | ChangedRows | None]:
+    """Files of the version from which a snapshot's version is made, and the changes since: the deltas since, or, if the
+    snapshot goes on from no version that is there, the changes since the newest older version whose snapshot is in one
+    of `paths`. None = all rows must be read.
+
+    Raises:
+        StorageError: files of a snapshot are damaged.
+    """
+    made, links = nearest_files(snapshot, files)
+    if made:
+        return made, replace(snapshot, before=snapshot.before[links:])
+    if cap is None:  # Which rows stay under a cap follows from deltas alone.
+        found = look_at(paths)
+        names = {one.info.identity: one.name for one in found.snapshots() if one.name not in found.broken()}
+        for one in reversed(files):
+            is_older = one.sequence < snapshot.sequence and one.identity in names
+            if is_older and (made := files_of(one.identity, files) or []):
+                return made, changed_rows(found.get(names[one.identity]), snapshot)
+    return [], None
+
+
 def open_files(
     files: Sequence[VersionFile], *, threads: Threads, before: LayeredFile | None = None
 ) -> LayeredFile:  # fmt: skip
@@ -122,7 +146,7 @@ def is_large(file: LayeredFile) -> bool:
 
 
 def weights_in(
-    rows: LinkedRows, format: RowFormat, weights: str, served_T: np.ndarray
+    rows: LinkedRows | ChangedRows, format: RowFormat, weights: str, served_T: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yield the rows of the served tables in batches, for `write_served_file`, with weights of type `weights`."""
     for table_N, id_N, row_NW in rows.scan(_BATCH):
@@ -135,14 +159,14 @@ def weights_in(
 
 
 def make_layer(
-    folder: str, kind: str, snapshot: PartedSnapshot, made: Sequence[VersionFile], links: int, *, threads: Threads,
-    progress: Progress, cap: RowCap | None = None,
+    folder: str, kind: str, snapshot: PartedSnapshot, made: Sequence[VersionFile],
+    changes: PartedSnapshot | ChangedRows, *, threads: Threads, progress: Progress, cap: RowCap | None = None,
 ) -> list[VersionFile] | None:  # fmt: skip
-    """Make the version of a delta by one layer, from a version that is there, and return its files; None = a whole file
-    must be made, since too much has changed, or the tables are others.
+    """Make the version of a snapshot by one layer, from a version that is there, and return its files; None = a whole
+    file must be made, since too much has changed, or the tables are others.
 
     Args:
-        made, links: as `nearest_files` returns them.
+        made, changes: as `rows_since` returns them.
         cap: says which rows stay; None = all.
 
     Raises:
@@ -150,7 +174,6 @@ def make_layer(
     """
     base, *layers = (ServedFile(one.path, threads=threads) for one in made)
     info, (_, *files) = base.info, made
-    later = replace(snapshot, before=snapshot.before[links:])
     format = SnapshotRows.of_meta(snapshot.info.meta, snapshot.name).format
     described = (snapshot.info.meta.get("embedding") or {}).get("tables", ())
     if (format.dim, format.dtype, len(described)) != (info.dim, info.trained, info.num_tables):
@@ -159,7 +182,7 @@ def make_layer(
         return None
     served_T = np.isin(np.arange(info.num_tables), info.tables)
     with ExitStack() as opened:
-        rows = opened.enter_context(owned_rows(later, 0, 1))
+        rows = changes if isinstance(changes, ChangedRows) else opened.enter_context(owned_rows(changes, 0, 1))
         live = rows.keys(lambda table_N, id_N: served_T.take(table_N))
         if cap is None:
             table_N, id_N = rows.gone()
@@ -167,7 +190,8 @@ def make_layer(
         else:
             before = _keys_of([base, *layers], threads)
             live, gone, comes_back = capped_changes(before, cap.rows_of(snapshot, info.tables), live)
-            read = snapshot if comes_back else later
+            assert isinstance(changes, PartedSnapshot)
+            read = snapshot if comes_back else changes
             rows = opened.enter_context(owned_rows(read, 0, 1, keep=KeysIn(live)))
         count = len(live[1]) + len(gone[1])
         if _SHARE_MAX * (count + sum(layer.info.rows for layer in layers)) > info.rows:
