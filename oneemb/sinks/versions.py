@@ -122,7 +122,7 @@ class Versions:
                 return [Changes(newest, False, stop, changed=changed)]
         if when_behind == "error" and not wants_whole:
             raise PublishError(
-                f"the sink shows {shown.name!r} (identity {shown.identity}), and {', '.join(self.paths)} has no deltas"
+                f"the sink shows {shown.name!r} (identity {shown.identity}), and {', '.join(self.paths)} has no changes"
                 f' from there to {version.name!r}; publish with when_behind="whole" to give the sink all rows'
             )
         return [Changes(newest, True, stop, cap)]

@@ -153,6 +153,29 @@ def test_a_row_that_is_erased_and_trained_again_in_missed_deltas_is_there(job):
     assert served.refresh() and same(served, job, keys) and layers_in(job.folder + "/serving")
 
 
+def test_a_whole_snapshot_is_taken_over_by_a_layer_of_its_changes(job):
+    served, folder = opened(job), job.folder + "/serving"
+    first = whole_files_in(folder)
+    for n in range(3):
+        job.delta()
+        assert served.refresh()
+        job.train(job.rng.integers(0, ROWS, 40))
+        job.embedding.erase(torch.arange(20 * n, 20 * n + 9), 0)
+        job.saved += 1
+        job.embedding.save_snapshot(str(job.saved))
+        if n == 1:
+            job.delta()  # The server has not seen its parent.
+        assert served.refresh() and served.version.name == str(job.saved) and same(served, job)
+        assert whole_files_in(folder) == first
+    job.saved += 1
+    job.train(job.rng.integers(0, ROWS, 40))
+    job.embedding.save_snapshot(str(job.saved))
+    for name in list(job.embedding.snapshots())[-2::-1]:
+        job.embedding.delete_snapshot(name)
+    assert served.refresh() and same(served, job)
+    assert len(whole_files_in(folder)) == 2, "the version before is not there, so all rows are written"
+
+
 def test_large_changes_make_a_whole_file(job):
     served = opened(job)
     job.delta(ROWS)

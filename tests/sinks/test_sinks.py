@@ -61,7 +61,7 @@ def test_a_sink_that_is_too_far_behind_gets_all_rows_or_an_error(place, job):
     job.embedding.delete_snapshot("v2")
     job.embedding.delete_snapshot("v1")
     if place.kind != "served":
-        with pytest.raises(oneemb.PublishError, match="has no deltas from there to 'v3'"):
+        with pytest.raises(oneemb.PublishError, match="has no changes from there to 'v3'"):
             with publishing(job, place.make(), when_behind="error"):
                 pass
         place.check(job, "v1")
@@ -69,6 +69,26 @@ def test_a_sink_that_is_too_far_behind_gets_all_rows_or_an_error(place, job):
         publisher.flush()
         assert publisher.stats().popitem()[1]["wholes"] == 1
     place.check(job, "v3")
+
+
+def test_a_whole_snapshot_gives_a_sink_its_changes(place, job):
+    job.train(1000, ids=10000)
+    for n in range(2):
+        job.save(f"v{n}")
+    with publishing(job, place.make(), when_behind="error"):
+        pass
+    job.save("v2", whole=True)
+    with publishing(job, place.make(), when_behind="error") as publisher:
+        publisher.flush()
+        place.check(job, "v2")
+        (stats,) = publisher.stats().values()
+        if place.kind != "served":
+            assert (stats["wholes"], stats["versions"]) == (0, 1) and 0 < stats["rows"] < 200
+        job.save("v3", whole=True)
+        job.save("v4")  # since v3, which the sink has not seen
+        publisher.flush()
+        place.check(job, "v4")
+        assert publisher.stats().popitem()[1]["wholes"] == (2 if place.kind == "served" else 0)
 
 
 def test_all_sinks_are_rolled_back_together_and_go_on(place, job):
