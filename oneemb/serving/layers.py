@@ -30,7 +30,7 @@ from oneemb.storage.serving.layered_file import LayeredFile
 from oneemb.storage.serving.room import Room
 from oneemb.storage.serving.served_file import MANIFEST_MAX, ServedFile, with_gone
 from oneemb.storage.serving.served_writer import write_served_file
-from oneemb.storage.snapshots.changed_rows import ChangedRows, changed_rows
+from oneemb.storage.snapshots.changed_rows import changed_rows
 from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.row_cap import Keys, KeysIn, RowCap, capped_changes
@@ -100,7 +100,7 @@ def nearest_files(snapshot: PartedSnapshot, files: Sequence[VersionFile]) -> tup
 
 def rows_since(
     snapshot: PartedSnapshot, files: Sequence[VersionFile], paths: Sequence[str], cap: RowCap | None
-) -> tuple[list[VersionFile], PartedSnapshot | ChangedRows | None]:
+) -> tuple[list[VersionFile], PartedSnapshot | LinkedRows | None]:
     """Files of the version from which a snapshot's version is made, and the changes since: the deltas since, or, if the
     snapshot goes on from no version that is there, the changes since the newest older version whose snapshot is in one
     of `paths`. None = all rows must be read.
@@ -146,7 +146,7 @@ def is_large(file: LayeredFile) -> bool:
 
 
 def weights_in(
-    rows: LinkedRows | ChangedRows, format: RowFormat, weights: str, served_T: np.ndarray
+    rows: LinkedRows, format: RowFormat, weights: str, served_T: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yield the rows of the served tables in batches, for `write_served_file`, with weights of type `weights`."""
     for table_N, id_N, row_NW in rows.scan(_BATCH):
@@ -160,7 +160,7 @@ def weights_in(
 
 def make_layer(
     folder: str, kind: str, snapshot: PartedSnapshot, made: Sequence[VersionFile],
-    changes: PartedSnapshot | ChangedRows, *, threads: Threads, progress: Progress, cap: RowCap | None = None,
+    changes: PartedSnapshot | LinkedRows, *, threads: Threads, progress: Progress, cap: RowCap | None = None,
 ) -> list[VersionFile] | None:  # fmt: skip
     """Make the version of a snapshot by one layer, from a version that is there, and return its files; None = a whole
     file must be made, since too much has changed, or the tables are others.
@@ -182,7 +182,7 @@ def make_layer(
         return None
     served_T = np.isin(np.arange(info.num_tables), info.tables)
     with ExitStack() as opened:
-        rows = changes if isinstance(changes, ChangedRows) else opened.enter_context(owned_rows(changes, 0, 1))
+        rows = opened.enter_context(owned_rows(changes, 0, 1) if isinstance(changes, PartedSnapshot) else changes)
         live = rows.keys(lambda table_N, id_N: served_T.take(table_N))
         if cap is None:
             table_N, id_N = rows.gone()

@@ -6,7 +6,6 @@ Invariants:
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,6 @@ import numpy as np
 from oneemb.rows.files import RowsOfFile
 from oneemb.rows.values import state_of, weights_of
 from oneemb.sinks.version import TableVersion
-from oneemb.storage.snapshots.changed_rows import ChangedRows
 from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.row_cap import CappedChanges, KeysIn, RowCap, capped_changes
@@ -43,7 +41,7 @@ class Changes:
 
     def __init__(
         self, snapshot: PartedSnapshot, is_whole: bool, stop: Callable[[], bool] = lambda: False,
-        cap: RowCap | None = None, changed: ChangedRows | None = None,
+        cap: RowCap | None = None, changed: LinkedRows | None = None,
     ):  # fmt: skip
         self.snapshot = snapshot
         """The version's snapshot in the table's folder."""
@@ -152,8 +150,8 @@ class Changes:
             self._capped[chosen] = capped_changes(kept.keys, cap.rows_of(self.snapshot, chosen), written)
         return self._capped[chosen]
 
-    def _opened(self, every: bool, keep: Keep | None = None) -> AbstractContextManager[LinkedRows | ChangedRows]:
+    def _opened(self, every: bool, keep: Keep | None = None) -> LinkedRows:
         """Rows of the version: all, or the changes alone."""
         if self._changed is not None:
-            return nullcontext(self._changed)
+            return self._changed
         return owned_rows(self.snapshot if every else replace(self.snapshot, before=()), 0, 1, keep=keep)

@@ -11,7 +11,8 @@ from oneemb.sinks.changes import Changes
 from oneemb.sinks.version import PublishError, TableVersion
 from oneemb.storage.bottom import NOT_SAVED
 from oneemb.storage.errors import OtherTableError
-from oneemb.storage.snapshots.changed_rows import ChangedRows, changed_rows
+from oneemb.storage.snapshots.changed_rows import changed_rows
+from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.row_cap import RowCap
 from oneemb.storage.snapshots.snapshot_parts import FoundParts, PartedSnapshot, folders_at, look_at
 
@@ -127,7 +128,7 @@ class Versions:
             )
         return [Changes(newest, True, stop, cap)]
 
-    def _changed_since(self, shown: TableVersion, newest: PartedSnapshot) -> ChangedRows | None:
+    def _changed_since(self, shown: TableVersion, newest: PartedSnapshot) -> LinkedRows | None:
         """Changes of a snapshot that does not go on from the one that a sink shows. None if that one is not there, or
         if all rows must be read."""
         found = self.look()

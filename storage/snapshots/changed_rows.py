@@ -10,63 +10,32 @@ Invariants:
 - memory grows with the number of changed keys, and by one bit for each row of the two snapshots.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-
 import numpy as np
 
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import OtherSnapshotError, SnapshotNotFoundError, StorageError
-from oneemb.storage.fs import FileSystem
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.rows.row_format import RowFormat
+from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.owned_rows import open_part
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 from oneemb.storage.table.delta import GONE, gone_keys
-from oneemb.storage.table.snapshot_reader import Keep, SnapshotReader
+from oneemb.storage.table.snapshot_reader import SnapshotReader
 
 SHARE_MAX = 2
-"""Changes have at most a 2nd of the rows of the newer snapshot; otherwise all rows are read."""
+"""All rows are read if more than a `SHARE_MAX`-th of them have changed."""
 
 _Links = list[list[SnapshotReader]]
 _Bits = dict[tuple[str, int], np.ndarray]
 """{(folder, chunk): uint8, one bit for each row of the chunk}."""
 
-_Keys = tuple[np.ndarray, np.ndarray]
 
-
-class ChangedRows:
-    """Rows of a snapshot that an older snapshot does not have or has otherwise, and the keys that have no row any more.
-
-    Args:
-        readers: readers of the changed rows. They open files only while they read.
-        gone: tables and ids of the keys that have no row any more.
-    """
-
-    def __init__(self, readers: Sequence[SnapshotReader], gone: _Keys):
-        self.readers, self._gone = readers, gone
-
-    def __len__(self) -> int:
-        return sum(len(reader) for reader in self.readers)
-
-    def keys(self, keep: Keep) -> _Keys:
-        """Keys of the changed rows that are kept: table_N int32, id_N int64. Raises the errors of `scan`."""
-        return _joined(keys for reader in self.readers for keys in reader.keys(keep))
-
-    def gone(self) -> _Keys:
-        """Keys that have no row any more: table_N int32, id_N int64."""
-        return self._gone
-
-    def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield each changed row once, in batches (table_N int32, id_N int64, row_NW float32) of at most `batch` rows.
-        Raises CorruptTableError if files are damaged, or if a writer has removed the snapshot."""
-        for reader in self.readers:
-            yield from reader.scan(batch)
-
-
-def changed_rows(old: PartedSnapshot, new: PartedSnapshot, fs: FileSystem | None = None) -> ChangedRows | None:
-    """Changes from one snapshot to another. None if all rows must be read: more than half of them have other places,
-    the rows have another form, or a snapshot has been removed meanwhile.
+def changed_rows(old: PartedSnapshot, new: PartedSnapshot) -> LinkedRows | None:
+    """Rows of a snapshot that an older one does not have or has otherwise; `gone` of the result returns the keys that
+    have no row any more. The result can be used after its `close`, since files are opened when rows are read. None if
+    all rows must be read: more than half of them have other places, the rows have another form, or a snapshot has been
+    removed meanwhile.
 
     Raises:
         StorageError: files of one of the two are damaged or cannot be read.
@@ -74,31 +43,29 @@ def changed_rows(old: PartedSnapshot, new: PartedSnapshot, fs: FileSystem | None
     if not _form(old).same_words(_form(new)):
         return None
     try:
-        return _changed_rows(old, new, fs)
+        return _changed_rows(old, new)
     except StorageError:
-        if _is_removed(old, fs) or _is_removed(new, fs):
+        if _is_removed(old) or _is_removed(new):
             return None
         raise
 
 
-def _changed_rows(old: PartedSnapshot, new: PartedSnapshot, fs: FileSystem | None) -> ChangedRows | None:
-    before, after = _opened(old, fs), _opened(new, fs)
+def _changed_rows(old: PartedSnapshot, new: PartedSnapshot) -> LinkedRows | None:
+    before, after = _opened(old), _opened(new)
     _check_chunks([*before, *after])
     old_bits, new_bits = _current(before), _current(after)
     changed = _without(new_bits, old_bits)
     count = sum(map(_count, changed.values()))
     if SHARE_MAX * count > sum(map(_count, new_bits.values())):
         return None
-    rows = ChangedRows(_choose(after, changed), (np.empty(0, np.int32), np.empty(0, np.int64)))
-    written = HashIndex(Threads(1), count)
-    table_N, id_N = rows.keys(_every_key)
-    written.put(table_N, id_N, np.zeros(count, np.int64))
-    left = ChangedRows(_choose(before, _without(old_bits, new_bits)), rows.gone())
-    return ChangedRows(rows.readers, left.keys(lambda table_N, id_N: written.find(table_N, id_N) < 0))
+    chosen, written = _choose(after, changed), HashIndex(Threads(1), count)
+    written.put(*LinkedRows([chosen]).keys(_every_key), np.zeros(count, np.int64))
+    left = LinkedRows([_choose(before, _without(old_bits, new_bits))])
+    return LinkedRows([chosen], lost=left.keys(lambda table_N, id_N: written.find(table_N, id_N) < 0))
 
 
-def _opened(snapshot: PartedSnapshot, fs: FileSystem | None) -> _Links:
-    return [[open_part(part, fs) for part in link.parts] for link in _links(snapshot)]
+def _opened(snapshot: PartedSnapshot) -> _Links:
+    return [[open_part(part) for part in link.parts] for link in (*snapshot.before, snapshot)]
 
 
 def _current(links: _Links) -> _Bits:
@@ -106,7 +73,7 @@ def _current(links: _Links) -> _Bits:
     later, found = HashIndex(Threads(1)), _Bits()
     for n in range(len(links) - 1, -1, -1):
         for reader in links[n]:
-            for number in reader.chunks:
+            for number in reader.parts:
                 bit_N = reader.bits(number)
                 if len(later):
                     row_N, table_N, id_N = reader.rows_of(number)
@@ -128,10 +95,11 @@ def _check_chunks(links: _Links) -> None:
     numbers: dict[tuple[str, int], list[SnapshotReader]] = {}
     for link in links:
         for reader in link:
-            for number in reader.chunks:
+            for number in reader.parts:
                 numbers.setdefault((reader.folder, number), []).append(reader)
     for (_, number), readers in numbers.items():
-        if len({reader.chunks[number] for reader in readers}) > 1:
+        parts = [reader.parts[number] for reader in readers]
+        if len({(part.blocks, part.keys_bytes, part.keys_sum) for part in parts}) > 1:
             for reader in readers:
                 reader.check_keys_end(number)
 
@@ -141,7 +109,7 @@ def _choose(links: _Links, wanted: _Bits) -> list[SnapshotReader]:
     left, chosen = dict(wanted), []
     for reader in (reader for link in reversed(links) for reader in link):
         only = {}
-        for number in reader.chunks:
+        for number in reader.parts:
             place = reader.folder, number
             if place in left and (taken_N := _both(left[place], reader.bits(number))).any():
                 only[number], left[place] = taken_N, _minus(left[place], taken_N)
@@ -163,10 +131,8 @@ def _minus(bit_N: np.ndarray, other_M: np.ndarray) -> np.ndarray:
 
 
 def _both(bit_N: np.ndarray, other_M: np.ndarray) -> np.ndarray:
-    """Bits that both have, with the length of `other_M`."""
-    both_M, size = np.zeros_like(other_M), min(len(bit_N), len(other_M))
-    both_M[:size] = bit_N[:size] & other_M[:size]
-    return both_M
+    size = min(len(bit_N), len(other_M))
+    return bit_N[:size] & other_M[:size]
 
 
 def _either(bit_N: np.ndarray, other_M: np.ndarray) -> np.ndarray:
@@ -180,30 +146,19 @@ def _count(bit_N: np.ndarray) -> int:
     return int(np.count_nonzero(np.unpackbits(bit_N)))
 
 
-def _links(snapshot: PartedSnapshot) -> list[PartedSnapshot]:
-    return [*snapshot.before, snapshot]
-
-
 def _form(snapshot: PartedSnapshot) -> RowFormat:
     return SnapshotRows.of_meta(snapshot.info.meta, snapshot.name).format
 
 
-def _is_removed(snapshot: PartedSnapshot, fs: FileSystem | None) -> bool:
+def _is_removed(snapshot: PartedSnapshot) -> bool:
     """Whether a snapshot, or one of its ancestors, has been removed or replaced since it was listed."""
     try:
-        for link in _links(snapshot):
-            for part in link.parts:
-                open_part(part, fs).close()
+        _opened(snapshot)
     except (SnapshotNotFoundError, OtherSnapshotError):
         return True
     except StorageError:
         pass  # It is damaged.
     return False
-
-
-def _joined(found: Iterable[_Keys]) -> _Keys:
-    keys = [(np.empty(0, np.int32), np.empty(0, np.int64)), *found]
-    return np.concatenate([table_N for table_N, _ in keys]), np.concatenate([id_N for _, id_N in keys])
 
 
 def _every_key(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:

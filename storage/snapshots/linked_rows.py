@@ -16,6 +16,7 @@ from oneemb.storage.table.snapshot_reader import Keep, SnapshotReader
 from oneemb.storage.tiers.cached_rows import joined_rows
 
 _Narrow = Callable[[Keep], Keep]
+_Keys = tuple[np.ndarray, np.ndarray]
 
 
 class LinkedRows:
@@ -25,11 +26,14 @@ class LinkedRows:
         links: readers of the parts of each snapshot: first the snapshot that is no delta, then the deltas in order.
             `close` closes the readers.
         keep: says which keys are kept; only their rows are read. None = all; each snapshot then has one part.
+        lost: keys that have no row any more, table_N int32, id_N int64; None = those that the deltas list.
     """
 
-    def __init__(self, links: Sequence[Sequence[SnapshotReader]], keep: Keep | None = None):
+    def __init__(
+        self, links: Sequence[Sequence[SnapshotReader]], keep: Keep | None = None, lost: _Keys | None = None
+    ):  # fmt: skip
         self._links = [list(link) for link in links]
-        self._keep = keep
+        self._keep, self._lost = keep, lost
         self._count: int | None = None
 
     @property
@@ -63,6 +67,8 @@ class LinkedRows:
     def gone(self) -> tuple[np.ndarray, np.ndarray]:
         """Keys that have lost their row in a delta and were not written since: table_N int32, id_N int64. If the first
         snapshot is a delta too, its parent may have rows of these keys. Raises CorruptTableError as `scan` does."""
+        if self._lost is not None:
+            return self._lost
         later, found = HashIndex(Threads(1)), [(np.empty(0, np.int32), np.empty(0, np.int64))]
         for link in reversed(self._links):
             for reader in link:

@@ -67,8 +67,8 @@ class SnapshotReader:
         self._rows = RowReader(PreadReader(fs, Threads(1)), self._chunks)
         self.info = record.info
         self.folder = path
-        self.chunks = {part.number: (part.blocks, part.keys_bytes, part.keys_sum) for part in record.parts}
-        """{number of a chunk that the snapshot needs: blocks, bytes and checksum of its keys}."""
+        self.parts = {part.number: part for part in record.parts}
+        """{number of a chunk that the snapshot needs: description of its keys}."""
         self.only: dict[int, np.ndarray] | None = None
         """{chunk: bits of the rows that `scan` and `keys` read}; None = all rows of the snapshot."""
 
@@ -163,19 +163,16 @@ class SnapshotReader:
     def bits(self, chunk: int) -> np.ndarray:
         """The rows of a chunk that the snapshot has: uint8, one bit for each row. Raises CorruptTableError if the list
         is damaged, SnapshotNotFoundError if a writer has removed the snapshot."""
-        return self._files.read_bits(self._record, self._part_of(chunk))
+        return self._files.read_bits(self._record, self.parts[chunk])
 
     def rows_of(self, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Numbers, tables and ids of the rows of a chunk that the snapshot has. Raises as `keys`."""
-        rows, _, keys = self._part(self._part_of(chunk))
+        rows, _, keys = self._part(self.parts[chunk])
         return rows, *keys.of(rows)
 
     def check_keys_end(self, chunk: int) -> None:
         """Raise CorruptTableError unless the keys file of a chunk is the one with which the snapshot was saved."""
-        check_keys_end(self._fs, chunk_paths(self._chunks.directory, chunk)[1], self._part_of(chunk))
-
-    def _part_of(self, chunk: int) -> ChunkPart:
-        return next(part for part in self._record.parts if part.number == chunk)
+        check_keys_end(self._fs, chunk_paths(self._chunks.directory, chunk)[1], self.parts[chunk])
 
     def _wanted(self) -> list[ChunkPart]:
         return [part for part in self._record.parts if self.only is None or part.number in self.only]
