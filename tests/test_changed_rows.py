@@ -6,6 +6,7 @@ The oracle is a dict of rows for each snapshot, read from the embedding in memor
 import os
 import shutil
 import tempfile
+import uuid
 import warnings
 
 import numpy as np
@@ -15,29 +16,34 @@ from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 import oneemb
+from oneemb.kernels.owner import owner_of
 from oneemb.policies import LRU, RowPolicy
 from oneemb.storage.errors import CorruptTableError, SnapshotNeededError, StorageError
+from oneemb.storage.objects.pull import pull
+from oneemb.storage.objects.push import push
 from oneemb.storage.snapshots import changed_rows as module
 from oneemb.storage.snapshots.changed_rows import changed_rows
 from oneemb.storage.snapshots.snapshot_parts import look_at
 from oneemb.storage.store_rows import set_rows
 from oneemb.storage.table.chunk_files import chunk_paths
 from oneemb.storage.table.compact_snapshots import compact_snapshots
+from tests.support.thread_ranks import run_ranks
 
-DIM = 60  # one row a block, so that a chunk has 2048 rows
+DIM = 60  # one row a block, so that a chunk has 2048 rows; with 28, two rows a block
 IDS = 3000
 
 
 class Job:
     """An embedding of two tables. `rows`: {name of a snapshot: its rows}, `newest`: names in the order of saves."""
 
-    def __init__(self, folder, store="device", capacity=None):
-        self.folder, self.rows, self.newest = str(folder), {}, []
-        self._store, self._capacity, self._drawn = store, capacity, np.random.default_rng(3)
+    def __init__(self, folder, store="device", capacity=None, dim=DIM, block=512, ranks=None, seed=3):
+        self.folder, self.rows, self.newest, self._ranks = str(folder), {}, [], ranks
+        self._store, self._capacity, self.dim, self._block = store, capacity, dim, block
+        self._drawn = np.random.default_rng(seed)
         self.open()
 
     def open(self):
-        options = {"physical_block_size": 512}
+        options = {"physical_block_size": self._block}
         store = {
             "device": lambda: oneemb.make_device_mem_store_options(self.folder, **options),
             "ssd": lambda: oneemb.make_cached_ssd_store_options(1, self.folder, **options),
@@ -46,8 +52,9 @@ class Job:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "embedding .* starts empty")
             self.embedding = oneemb.MultiTableEmbedding(
-                "items", DIM, torch.float32, torch.int64, [oneemb.make_table()] * 2, store,
+                "items", self.dim, torch.float32, torch.int64, [oneemb.make_table()] * 2, store,
                 oneemb.make_uniform_initializer(-1.0, 1.0), num_threads=1, policy=policy,
+                process_group=self._ranks,
             )  # fmt: skip
         self._optimizer = torch.optim.Adagrad(self.embedding.parameters(), lr=0.1)
 
@@ -55,7 +62,9 @@ class Job:
         """Train rows, which are new or not."""
         for its in torch.tensor(sorted(ids)).split(1000):  # A cache has 2000 rows.
             self._optimizer.zero_grad()
-            (self.embedding(its, table) * torch.from_numpy(self._drawn.normal(size=(len(its), DIM)))).sum().backward()
+            (
+                self.embedding(its, table) * torch.from_numpy(self._drawn.normal(size=(len(its), self.dim)))
+            ).sum().backward()
             self._optimizer.step()
 
     def again(self, ids):
@@ -94,24 +103,28 @@ class Job:
 
     def check(self, old, new):
         """Compare the changes from one snapshot to another with the rows of both; returns the number of changes."""
-        changed, rows = self.changes(old, new), dict(self.rows[old])
-        gone = list(zip(*(keys.tolist() for keys in changed.gone()), strict=True))
-        for key in gone:
-            assert key not in self.rows[new]
-            del rows[key]
-        read = {}
-        for table_N, id_N, row_NW in changed.scan(50):
-            for table, id, row in zip(table_N.tolist(), id_N.tolist(), row_NW, strict=True):
-                assert (table, id) not in read
-                read[table, id] = row.tobytes()
-        assert rows | read == self.rows[new], (old, new)
-        keys = changed.keys(lambda table_N, id_N: np.ones(len(id_N), np.bool_))
-        assert sorted(zip(*(one.tolist() for one in keys), strict=True)) == sorted(read)
-        assert len(changed) == len(read)
-        return len(read) + len(gone)
+        return checked(self.changes(old, new), self.rows[old], self.rows[new])
 
     def close(self):
         self.embedding.close()
+
+
+def checked(changed, old_rows, new_rows):
+    """Compare changes with the rows of the two snapshots; returns the number of changes."""
+    rows, gone = dict(old_rows), list(zip(*(keys.tolist() for keys in changed.gone()), strict=True))
+    for key in gone:
+        assert key not in new_rows
+        del rows[key]
+    read = {}
+    for table_N, id_N, row_NW in changed.scan(50):
+        for table, id, row in zip(table_N.tolist(), id_N.tolist(), row_NW, strict=True):
+            assert (table, id) not in read
+            read[table, id] = row.tobytes()
+    assert rows | read == new_rows
+    keys = changed.keys(lambda table_N, id_N: np.ones(len(id_N), np.bool_))
+    assert sorted(zip(*(one.tolist() for one in keys), strict=True)) == sorted(read)
+    assert len(changed) == len(read)
+    return len(read) + len(gone)
 
 
 @pytest.fixture
@@ -160,6 +173,75 @@ def test_more_than_half_of_the_rows_are_all_rows(job):
     assert job.changes(base, job.save()) is None
 
 
+def test_erased_keys_alone_reach_a_sink(job, tmp_path):
+    seen = []
+
+    def take(changes):
+        seen.append((changes.is_whole, len(list(changes.batches())), changes.gone()[1].tolist()))
+
+    base = job.save()
+    for _ in range(2):
+        with oneemb.publish(job.folder, [oneemb.sinks.Function(take, tmp_path / "position")]):
+            pass
+        if len(seen) == 1:
+            job.erase(range(10))
+            assert job.check(base, job.save()) == 10
+    assert seen[0][0] and (seen[1][:2], sorted(seen[1][2])) == ((False, 0), list(range(10)))
+
+
+# ---- ranks and copies ------------------------------------------------------------------------------------------------
+
+
+def test_changes_of_ranks_whose_number_changes(tmp_path, monkeypatch):
+    def work(ranks, since, ids):
+        job = Job(tmp_path / "job", ranks=ranks)
+        job.embedding.store.build()
+        if since is not None:
+            job.embedding.load_snapshot(since)
+        job.newest, id_N = names[:], np.array(ids)
+        id_N = id_N[owner_of(np.zeros(len(ids), np.int32), id_N, ranks.size) == ranks.rank]
+        row_ND = np.full((len(id_N), DIM), len(names), np.float32)
+        set_rows(job.embedding.store, np.zeros(len(id_N), np.int32), id_N, row_ND)
+        job.erase(ids[:3])
+        name = job.save(since=since if ranks.size == 2 else None)
+        job.close()
+        return job.rows[name]
+
+    names, rows = [], {}
+    monkeypatch.setattr(module, "SHARE_MAX", 0)
+    for size, ids in ((2, range(IDS)), (2, range(50, 100)), (3, range(90, 120)), (3, range(5)), (1, range(7))):
+        of_ranks = run_ranks(size, work, names[-1] if names else None, ids, patch=monkeypatch)
+        names.append(f"v{len(names)}")
+        rows[names[-1]] = {key: row for its in of_ranks for key, row in its.items()}
+        assert len(rows[names[-1]]) == sum(map(len, of_ranks))
+    found = look_at([str(tmp_path / "job")])
+    for old in names:
+        for new in names:
+            count = checked(changed_rows(found.get(old), found.get(new)), rows[old], rows[new])
+            assert count or old == new
+    assert checked(changed_rows(found.get("v2"), found.get("v3")), rows["v2"], rows["v3"]) == 2  # ids 3 and 4
+
+
+def test_changes_in_a_copy_to_which_snapshots_are_pulled_one_after_the_other(job, tmp_path):
+    url, copy = f"memory://{uuid.uuid4().hex}/items", str(tmp_path / "copy")
+    job.save()
+    for n in range(6):
+        job.train(range(40 * n, 40 * n + 50))
+        if n == 3:
+            job.embedding.load_snapshot("v1")
+            job.train([7])
+        job.save(since="v4" if n == 4 else None)
+        push(job.folder, url, [job.newest[-1]])
+        if n:
+            pull(url, copy, [job.newest[-1]])
+    found = look_at([copy])
+    there = [one.name for one in found.snapshots()]
+    assert len(there) > 3
+    for old in there:
+        for new in there:
+            checked(changed_rows(found.get(old), found.get(new)), job.rows[old], job.rows[new])
+
+
 # ---- removal and damage ----------------------------------------------------------------------------------------------
 
 
@@ -172,8 +254,8 @@ def test_a_snapshot_that_is_removed_meanwhile_gives_all_rows(job, name, monkeypa
     old, new = (job.found(names[one]) for one in ("old", "new"))
     read, calls = module.open_part, []
 
-    def opened(part, fs):
-        reader = read(part, fs)
+    def opened(part):
+        reader = read(part)
         calls.append(part)
         if len(calls) == 2:
             job.embedding.delete_snapshot(names[name])
@@ -238,17 +320,35 @@ def damaged(job, path, old, new):
     return errors
 
 
+@pytest.mark.parametrize("block", [512, 4096])
+def test_a_snapshot_file_of_another_table_is_an_error(job, tmp_path, block):
+    base, other = job.save(), Job(tmp_path / "other", block=block, seed=4)
+    other.train(range(IDS))
+    other.save()
+    other.train([1])
+    other.newest.append("")
+    name = other.save()
+    other.close()
+    (file,) = (one for one in os.listdir(f"{other.folder}/snapshots") if name in one)
+    shutil.copy(f"{other.folder}/snapshots/{file}", f"{job.folder}/snapshots/{file}")
+    with pytest.raises(StorageError, match="not those that the snapshot was saved with"):
+        changed_rows(job.found(base), job.found(name))
+
+
 # ---- any sequence of calls -------------------------------------------------------------------------------------------
 
 
 class Walk(RuleBasedStateMachine):
     """A job that saves whole snapshots and deltas, goes back, compacts and deletes, and a sink that follows it."""
 
-    @initialize(store=st.sampled_from(["device", "ssd"]), capacity=st.sampled_from([None, 2700]))
-    def begin(self, store, capacity):
+    @initialize(
+        store=st.sampled_from(["device", "ssd"]), capacity=st.sampled_from([None, 2700]),
+        dim=st.sampled_from([DIM, 28]),
+    )  # fmt: skip
+    def begin(self, store, capacity, dim):
         self.root, self.patch = tempfile.mkdtemp(), pytest.MonkeyPatch()
         self.patch.setattr(module, "SHARE_MAX", 0)
-        self.job, self.shown = Job(f"{self.root}/job", store, capacity), {}
+        self.job, self.shown = Job(f"{self.root}/job", store, capacity, dim), {}
         self.sinks = [oneemb.sinks.Function(self.take, f"{self.root}/position")]
         self.job.train(range(2600))
         self.job.train(range(400), 1)
@@ -283,6 +383,11 @@ class Walk(RuleBasedStateMachine):
     @rule(ids=st.sets(st.integers(0, IDS), min_size=1, max_size=20), table=st.sampled_from([0, 1]))
     def erase(self, ids, table):
         self.job.erase(ids, table)
+
+    @rule(ids=st.sets(st.integers(0, IDS), min_size=1, max_size=20))
+    def begin_anew(self, ids):
+        self.job.embedding.clear()
+        self.job.train(ids)
 
     @rule()
     def save(self):
@@ -340,7 +445,7 @@ class Walk(RuleBasedStateMachine):
         with oneemb.publish(self.job.folder, self.sinks, seconds=1000.0):
             pass
         rows = self.job.rows[self.there[-1]]
-        assert self.shown == {key: row[: 4 * DIM] for key, row in rows.items()}
+        assert self.shown == {key: row[: 4 * self.job.dim] for key, row in rows.items()}
 
     @rule()
     def look(self):
