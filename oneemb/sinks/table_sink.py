@@ -45,7 +45,7 @@ class TableSink:
         newest = self._newest()
         if newest is None or newest.meta.get("choice", self._choice) != self._choice:
             return None  # A snapshot of another choice lacks rows.
-        return _version_of(newest)
+        return TableVersion.of_info(newest, newest.meta.get("history", ""))
 
     def apply(self, changes: Changes) -> None:
         rows = changes.with_state() if self._with_state else changes.without_state()
@@ -91,8 +91,3 @@ class TableSink:
             if newest is not None and newest.row_width == rows.format.row_width:
                 self._table.load_snapshot(newest.name)
         return self._table
-
-
-def _version_of(info: SnapshotInfo) -> TableVersion:
-    name = (info.meta.get("embedding") or {}).get("name", "")
-    return TableVersion(info.name, info.identity, info.sequence, name, info.meta.get("history", ""))

@@ -11,6 +11,7 @@ from oneemb.storage.fs import FileSystem, doing, read_file
 from oneemb.storage.new_files import replace_file
 from oneemb.storage.snapshots.row_cap import RowCap
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
+from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
 
 class PublishError(StorageError):
@@ -35,11 +36,14 @@ class TableVersion(NamedTuple):
     @classmethod
     def of(cls, snapshot: PartedSnapshot) -> "TableVersion":
         """Version of a snapshot."""
-        info, chain = snapshot.info, " ".join(link.info.identity for link in (*snapshot.before, snapshot))
-        return cls(
-            snapshot.name, info.identity, snapshot.sequence, (info.meta.get("embedding") or {}).get("name", ""),
-            hashlib.sha256(chain.encode()).hexdigest()[:32],
-        )  # fmt: skip
+        chain = " ".join(link.info.identity for link in (*snapshot.before, snapshot))
+        return cls.of_info(snapshot.info, hashlib.sha256(chain.encode()).hexdigest()[:32])
+
+    @classmethod
+    def of_info(cls, info: SnapshotInfo, history: str) -> "TableVersion":
+        """Version of the snapshot that `info` describes."""
+        embedding = (info.meta.get("embedding") or {}).get("name", "")
+        return cls(info.name, info.identity, info.sequence, embedding, history)
 
     def to_fields(self) -> dict[str, Any]:
         """The version as a dict that JSON can hold."""
