@@ -29,6 +29,7 @@ from oneemb.serving.weights import set_weights, weights_for
 from oneemb.storage.errors import OtherSnapshotError, StorageError
 from oneemb.storage.fs import AnyPath
 from oneemb.storage.serving.layered_file import LayeredFile
+from oneemb.storage.snapshots.row_cap import RowCap
 from oneemb.training.compiled_graph import CompiledGraph, EvalGraph
 
 _RETRY_S_MAX = 60.0  # seconds between two attempts of the follower to load a checkpoint that has failed
@@ -90,7 +91,7 @@ class ServedModel(Following):
     def __init__(
         self, source: CheckpointSource, make: Callable[..., torch.nn.Module] | torch.nn.Module, prefix: str | None,
         dtype: str, absent: str, threads: Threads, check: Callable[[ModelVersion], Any] | None,
-        on_change: Callable[["ServedModel"], Any] | None,
+        on_change: Callable[["ServedModel"], Any] | None, max_rows: int | None,
     ):  # fmt: skip
         super().__init__()
         self._source, self._path, self._prefix, self._check = source, source.path, prefix, check
@@ -103,6 +104,7 @@ class ServedModel(Following):
             self._make = make
         self._current: ModelVersion | None = None
         self._closed = False
+        self._max_rows, self._caps = max_rows, dict[str, RowCap]()  # {name of the embedding in the module: its cap}
         self._whole_files: dict[str, WholeFiles] = {}
         self._failed_on: State | None = None
         self._failures, self._next_try = 0, 0.0
@@ -233,6 +235,8 @@ class ServedModel(Following):
         for name, place in template.places.items():
             snapshot, before = weights.snapshots[name], None if after is None else after.snapshots[name]
             source = self._source.rows(content, snapshot, place.paths, name, self._dtype)
+            if self._max_rows is not None:
+                source = source._replace(cap=self._caps.setdefault(name, RowCap(self._max_rows)))
             file = self._rows(source, place, snapshot, name, stop, before, None if now is None else now.rows[name])
             if file is None:
                 return None
@@ -308,6 +312,7 @@ def serve_model(
     check: Callable[[ModelVersion], Any] | None = None,
     on_change: Callable[[ServedModel], Any] | None = None,
     missing_ok: bool = False,
+    max_rows: int | None = None,
 ) -> ServedModel:
     """A model with the dense weights of a checkpoint and the rows of the snapshots that the checkpoint names, read-only
     and beside the training job.
@@ -334,6 +339,8 @@ def serve_model(
             them; `error` is None after a version taken. It must not raise.
         missing_ok: whether a checkpoint that cannot be served yet is no error: `error` says why, and calls raise
             `StorageError` until `refresh` or `follow` has taken one.
+        max_rows: largest number of served rows of each embedding, of all its tables together; None = all. Rows with the
+            highest scores of a policy stay; without a policy, rows that the latest deltas have written.
 
     Returns:
         A `ServedModel`: `model(...)`, `follow(seconds)`, `refresh()`, `current`, `error`, `close()`.
@@ -342,7 +349,7 @@ def serve_model(
         TypeError: `model` is neither a module nor a function, is a `TrainGraph`, has no embedding, or has a tensor on
             the meta device that is in no state dict.
         StorageError: the function trains, loads or inserts rows; or as for `ServedModel.refresh`.
-        FileNotFoundError, OSError, ValueError: as for `ServedModel.refresh`.
+        FileNotFoundError, OSError, ValueError: as for `ServedModel.refresh`; or `max_rows` is no int of 1 or more.
 
     Example:
         >>> import tempfile, torch, oneemb
@@ -363,7 +370,9 @@ def serve_model(
     if not callable(model):
         raise TypeError(f"model must be a module, or a function that makes it, got {type(model).__name__}")
     source = checkpoint_source(path, folder)
-    served = ServedModel(source, model, prefix, served_dtype, absent, Threads(num_threads), check, on_change)
+    if max_rows is not None:
+        RowCap(max_rows)  # raises ValueError
+    served = ServedModel(source, model, prefix, served_dtype, absent, Threads(num_threads), check, on_change, max_rows)
     try:
         served.refresh()
     except Exception as error:

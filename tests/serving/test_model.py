@@ -142,6 +142,29 @@ def test_rows_are_served_in_the_dtype_that_is_asked_for(job, tmp_path, dtype, er
     assert not list(tmp_path.glob("*/serving"))
 
 
+def test_each_embedding_has_no_more_served_rows_than_the_cap(job, tmp_path):
+    job.save(tmp_path / "model.pt")
+    for wrong in (0, True, 2.0):
+        with pytest.raises(ValueError, match="max_rows must be a number of rows"):
+            oneemb.serve_model(tmp_path / "model.pt", lambda: Scorer(tmp_path), max_rows=wrong)
+    options = {"absent": "zeros", "max_rows": 5}
+    with oneemb.serve_model(tmp_path / "model.pt", lambda: Scorer(tmp_path), **options) as served:
+        for _ in range(2):
+            for name in ("pairs", "bags"):
+                trained, module = getattr(job.model, name), getattr(served.current.module, name)
+                count = 0
+                for table in range(trained.num_tables):
+                    ids = trained.ids(table=table)
+                    rows, want = (one.read(ids, torch.tensor(table)).float() for one in (module, trained))
+                    there = rows.any(1)
+                    assert torch.equal(rows[there], want[there]) and len(ids) > 5
+                    count += int(there.sum())
+                assert count == 5
+            job(IDS)
+            job.save(tmp_path / "model.pt", delta=True)
+            assert served.refresh()
+
+
 def test_an_eval_graph_is_served_by_its_build(job, tmp_path):
     class Scores(oneemb.EvalGraph):
         def __init__(self, model):
