@@ -8,11 +8,11 @@ full, the shard with the most keys in the overlay is merged: the blocks of the s
 are put, and its blocks are written again. So a call merges a few shards at most. Keys in the spill of the compact index
 stay in memory, and so do the keys of tables from 255 on.
 
-Shards with low numbers stay hot. Any others would do as well, since the hash spreads keys evenly.
+Shards with low numbers stay hot; the hash spreads keys evenly, so the choice of shards does not matter.
 
-The limit holds for all that lies in memory together: hot blocks, the overlay, which may take a quarter of the limit,
-and the filters. Filters, about 1.6 bytes for each key in the file, and an overlay of the least size are always in
-memory, even if the limit is below that. Beside the limit, a merge needs memory for two copies of a shard, and a load
+The limit holds for the sum of hot blocks, the overlay, which may take a quarter of the limit, and the filters.
+Filters, about 1.6 bytes for each key in the file, and an overlay of the least size are always in memory, even if the
+limit is below that. Beside the limit, a merge needs memory for two copies of a shard, and a load
 whose limit is too small for it needs memory for a sixteenth of the index.
 
 P shards, U keys, K blocks that are read, B blocks of a shard.

@@ -60,9 +60,14 @@ def delete_stored(url: str, name: str, *, options: dict[str, Any] | None = None)
 
 
 def forget_stored(store: ObjectStore, names: Iterable[str], kept: Collection[str] | None = None) -> None:
-    """Remove the names of snapshots, which are given deltas first, unless other deltas go on from them; a missing name
-    is no error. `clean_parts` removes parts and objects. With `kept`, a parent goes together with all deltas since it,
-    unless one of these is newer than a snapshot of `kept`."""
+    """Remove the names of snapshots, so that `clean_parts` removes their parts and objects. The name of a snapshot with
+    deltas stays. A missing name is no error.
+
+    Args:
+        names: deltas before their parents.
+        kept: if given, a snapshot with deltas is removed together with all of them, unless one of these deltas is newer
+            than the oldest snapshot of `kept`.
+    """
     parents = _parents_in(store)
     for name in names:
         _forget(store, name, kept, parents)

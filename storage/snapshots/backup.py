@@ -11,8 +11,8 @@ Invariants:
 - the folder that is copied is only read, and no lock is taken;
 - a snapshot is in the copy completely or not at all; a killed backup is continued by the next one;
 - a chunk that the copy has already is used only if its keys are those that the snapshot was saved with;
-- a damaged chunk takes the place of no file of the copy: it is compared with its checksums before it is copied;
-- of a snapshot whose lists of rows or arrays are damaged, nothing is copied.
+- a damaged chunk replaces no file of the copy, since a chunk is compared with its checksums before it is copied;
+- nothing is copied for a snapshot whose own file is damaged.
 """
 
 import errno

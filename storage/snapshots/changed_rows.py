@@ -1,12 +1,13 @@
-"""Changes between two snapshots of one table, of which the newer need not be a delta of the older: found by the places
-of rows, without a comparison of rows.
+"""Changes between any two snapshots of one table, found by comparing the places of rows. The newer snapshot need not be
+a delta since the older one.
 
-A write of a row goes to a new place. So a row has not changed if its place, that is folder, chunk and number in the
-chunk, is the same in both snapshots. A row that compaction has moved counts as changed. A key of the older snapshot
-that has no row in the newer one is gone.
+The place of a row is its folder, its chunk and its number in the chunk. Each write of a row takes a new place. So a row
+that has the same place in both snapshots has not changed. A row that compaction has moved counts as changed. A key that
+has a row in the older snapshot and none in the newer one is gone.
 
 Invariants:
-- a place that both snapshots have holds the same row: the keys file of the chunk has the checksums of both;
+- a place that is in both snapshots holds the same row: the keys file of the chunk is compared with the checksums that
+  both snapshots have of it;
 - memory grows with the number of changed keys, and by one bit for each row of the two snapshots.
 """
 
@@ -24,23 +25,24 @@ from oneemb.storage.table.delta import GONE, gone_keys
 from oneemb.storage.table.snapshot_reader import SnapshotReader
 
 SHARE_MAX = 2
-"""All rows are read if more than a `SHARE_MAX`-th of them have changed."""
+"""All rows must be read if more than 1 / `SHARE_MAX` of them have changed."""
 
 _Links = list[list[SnapshotReader]]
+"""Readers of the parts of each snapshot of a chain, the oldest snapshot first."""
 _Bits = dict[tuple[str, int], np.ndarray]
 """{(folder, chunk): uint8, one bit for each row of the chunk}."""
 
 
 def changed_rows(old: PartedSnapshot, new: PartedSnapshot) -> LinkedRows | None:
-    """Rows of a snapshot that an older one does not have or has otherwise; `gone` of the result returns the keys that
-    have no row any more. The result can be used after its `close`, since files are opened when rows are read. None if
-    all rows must be read: more than half of them have other places, the rows have another form, or a snapshot has been
-    removed meanwhile.
+    """Rows of snapshot `new` that snapshot `old` lacks or has at another place; `gone()` of the result returns the keys
+    that had a row in `old` and have none in `new`. The result can be used after its `close`, since files are opened
+    when rows are read. None = the caller must read all rows: more than half of them have changed, the formats of rows
+    differ, or one of the snapshots has been removed meanwhile.
 
     Raises:
         StorageError: files of one of the two are damaged or cannot be read.
     """
-    if not _form(old).same_words(_form(new)):
+    if not _format_of(old).same_words(_format_of(new)):
         return None
     try:
         return _changed_rows(old, new)
@@ -60,8 +62,8 @@ def _changed_rows(old: PartedSnapshot, new: PartedSnapshot) -> LinkedRows | None
         return None
     chosen, written = _choose(after, changed), HashIndex(Threads(1), count)
     written.put(*LinkedRows([chosen]).keys(_every_key), np.zeros(count, np.int64))
-    left = LinkedRows([_choose(before, _without(old_bits, new_bits))])
-    return LinkedRows([chosen], lost=left.keys(lambda table_N, id_N: written.find(table_N, id_N) < 0))
+    former = LinkedRows([_choose(before, _without(old_bits, new_bits))])
+    return LinkedRows([chosen], gone=former.keys(lambda table_N, id_N: written.find(table_N, id_N) < 0))
 
 
 def _opened(snapshot: PartedSnapshot) -> _Links:
@@ -69,7 +71,7 @@ def _opened(snapshot: PartedSnapshot) -> _Links:
 
 
 def _current(links: _Links) -> _Bits:
-    """Places of the rows that a load of the links gives: the newest place of each key that is not gone."""
+    """Places of the rows that a load of the chain gives: the newest place of each key that is not gone."""
     later, found = HashIndex(Threads(1)), _Bits()
     for n in range(len(links) - 1, -1, -1):
         for reader in links[n]:
@@ -91,7 +93,8 @@ def _current(links: _Links) -> _Bits:
 
 
 def _check_chunks(links: _Links) -> None:
-    """Check that parts with the same chunk mean the same file: its keys have the checksums of all of them."""
+    """Raise CorruptTableError unless all parts with the same chunk were saved with the same file: if their ends differ,
+    the keys file must have the checksum of each."""
     numbers: dict[tuple[str, int], list[SnapshotReader]] = {}
     for link in links:
         for reader in link:
@@ -105,7 +108,7 @@ def _check_chunks(links: _Links) -> None:
 
 
 def _choose(links: _Links, wanted: _Bits) -> list[SnapshotReader]:
-    """Readers of the wanted places, each place in the newest link that has it."""
+    """Readers that read only the wanted places, each place from the newest snapshot that has it."""
     left, chosen = dict(wanted), []
     for reader in (reader for link in reversed(links) for reader in link):
         only = {}
@@ -146,7 +149,7 @@ def _count(bit_N: np.ndarray) -> int:
     return int(np.count_nonzero(np.unpackbits(bit_N)))
 
 
-def _form(snapshot: PartedSnapshot) -> RowFormat:
+def _format_of(snapshot: PartedSnapshot) -> RowFormat:
     return SnapshotRows.of_meta(snapshot.info.meta, snapshot.name).format
 
 

@@ -25,15 +25,16 @@ class LinkedRows:
     Args:
         links: readers of the parts of each snapshot: first the snapshot that is no delta, then the deltas in order.
             `close` closes the readers.
-        keep: says which keys are kept; only their rows are read. None = all; each snapshot then has one part.
-        lost: keys that have no row any more, table_N int32, id_N int64; None = those that the deltas list.
+        keep: function that says which keys are kept; only their rows are read. None = all; `arrays` then needs one part
+            for each snapshot.
+        gone: keys that have no row any more, table_N int32, id_N int64; None = those that the deltas list.
     """
 
     def __init__(
-        self, links: Sequence[Sequence[SnapshotReader]], keep: Keep | None = None, lost: _Keys | None = None
+        self, links: Sequence[Sequence[SnapshotReader]], keep: Keep | None = None, gone: _Keys | None = None
     ):  # fmt: skip
         self._links = [list(link) for link in links]
-        self._keep, self._lost = keep, lost
+        self._keep, self._known_gone = keep, gone
         self._count: int | None = None
 
     @property
@@ -67,8 +68,8 @@ class LinkedRows:
     def gone(self) -> tuple[np.ndarray, np.ndarray]:
         """Keys that have lost their row in a delta and were not written since: table_N int32, id_N int64. If the first
         snapshot is a delta too, its parent may have rows of these keys. Raises CorruptTableError as `scan` does."""
-        if self._lost is not None:
-            return self._lost
+        if self._known_gone is not None:
+            return self._known_gone
         later, found = HashIndex(Threads(1)), [(np.empty(0, np.int32), np.empty(0, np.int64))]
         for link in reversed(self._links):
             for reader in link:
@@ -139,7 +140,7 @@ def _all_of(keep: Keep) -> Keep:
 
 
 class _NotIn:
-    """Restricts a `keep` to keys that are not in an index."""
+    """Function that restricts a `keep` to keys that are not in an index."""
 
     def __init__(self, index: HashIndex):
         self._index = index

@@ -19,8 +19,8 @@ def owned_rows(
     snapshot: PartedSnapshot, owner: int, owners: int, fs: FileSystem | None = None, *, keep: Keep | None = None
 ) -> LinkedRows:
     """Rows of owner `owner` of `owners` in a snapshot and its ancestors. Only parts that may hold such rows are opened.
-    Raises StorageError if a part cannot be read here, or is not the part that was listed. `keep`: keeps only some of
-    these rows."""
+    Raises StorageError if a part cannot be read here, or is not the part that was listed. `keep`: function that says
+    which of these rows are kept; None = all."""
 
     def is_own(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
         own_N = owner_of(table_N, id_N, owners) == owner

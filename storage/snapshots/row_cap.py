@@ -1,10 +1,11 @@
-"""The rows of a snapshot that stay under a cap: those of the highest scores, if a policy has given scores; else those
-that the latest deltas have written. A hash of the key decides between equals.
+"""Chooses the rows of a snapshot that stay under a cap, a largest number of rows. The rank of a row is its score, if a
+policy has given scores, or else the number of the delta that has written the row last. The rows of the highest ranks
+stay; a hash of the key decides between rows of one rank.
 
 Invariants:
-- which rows stay follows from the snapshot, its ancestors, the tables and the cap alone;
-- memory grows with the number of rows only while all rows of a snapshot are compared. This happens for the first
-  snapshot, and for a delta from which it is not clear which row comes back in place of one that left.
+- the choice depends on the snapshot, its ancestors, the tables and the cap alone;
+- memory grows with the number of rows only while all rows of a snapshot are compared: for the first snapshot, and for a
+  delta after which a row that did not stay before may come back.
 """
 
 import threading
@@ -36,11 +37,12 @@ class CappedRows(NamedTuple):
     table_N: np.ndarray
     id_N: np.ndarray
     rank_N: np.ndarray
-    """uint64: score, or number of the link that has written the row last."""
+    """uint64: score, or number in the chain of the snapshot that has written the row last."""
     is_all: bool
-    """Whether the snapshot has no other rows."""
+    """Whether these are all rows of the snapshot."""
     least: tuple[int, int]
-    """Smallest rank, and the smallest tie number of the rows with this rank; all other rows have smaller ones."""
+    """Smallest rank, and the smallest tie number of the rows with this rank. Every row that does not stay has a smaller
+    pair."""
 
     @property
     def keys(self) -> Keys:
@@ -68,7 +70,7 @@ class RowCap:
         """Rows of a snapshot that stay. Raises StorageError as `LinkedRows.scan` does.
 
         Args:
-            tables: numbers of the tables whose rows are compared; None = all.
+            tables: numbers of the tables that share the cap; rows of other tables are left out. None = all.
         """
         links = (*snapshot.before, snapshot)
         chain = (None if tables is None else tuple(tables), *(link.info.identity for link in links))
@@ -87,7 +89,7 @@ class RowCap:
             return known
 
     def _of_all(self, links: Sequence[PartedSnapshot], keep: Keep) -> CappedRows:
-        """The rows that stay of all rows."""
+        """Rows that stay, chosen from all rows of a chain."""
         found, later = [], HashIndex(self._threads)
         for n in range(len(links) - 1, -1, -1):
             with _of_link(links[n]) as rows:
@@ -100,7 +102,8 @@ class RowCap:
         return self._most(found, True)
 
     def _after(self, known: CappedRows, link: PartedSnapshot, n: int, keep: Keep) -> CappedRows | None:
-        """The rows that stay after a delta, from those that stayed before; None = others may come back."""
+        """Rows that stay after the delta `link`, chosen from the delta's rows and the rows that stayed before; None =
+        other rows may come back."""
         changed = HashIndex(self._threads)
         with _of_link(link) as rows:
             for table_N, id_N in (rows.keys(_every_key), rows.gone()):
@@ -112,6 +115,7 @@ class RowCap:
         return made if known.is_all or len(made.id_N) == self.max_rows and made.least >= known.least else None
 
     def _most(self, found: list[tuple[np.ndarray, np.ndarray, np.ndarray]], is_all: bool) -> CappedRows:
+        """The `max_rows` rows of the highest ranks. `is_all`: whether the snapshot has no rows beside `found`."""
         empty = np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.uint64)
         table_N, id_N, rank_N = (np.concatenate(arrays) for arrays in zip(empty, *found, strict=True))
 
@@ -129,14 +133,14 @@ class RowCap:
 
 
 class CappedChanges(NamedTuple):
-    """Changes from some rows to those that stay of a snapshot."""
+    """Changes from one choice of rows to the rows of a newer snapshot that stay."""
 
     put: Keys
     """Keys of the rows to write."""
     gone: Keys
     """Keys that have no row any more."""
     comes_back: bool
-    """Whether rows are written that the deltas have not."""
+    """Whether `put` has rows that no delta in between has written: rows that did not stay before."""
 
 
 def capped_changes(before: Keys, after: CappedRows, written: Keys) -> CappedChanges:
@@ -151,7 +155,7 @@ def capped_changes(before: Keys, after: CappedRows, written: Keys) -> CappedChan
 
 
 class KeysIn:
-    """Keeps the keys that are among others."""
+    """Function that keeps the keys of a set, for `LinkedRows`."""
 
     def __init__(self, keys: Keys):
         self._index = HashIndex(Threads(1))
@@ -162,14 +166,14 @@ class KeysIn:
 
 
 def _of_link(link: PartedSnapshot) -> LinkedRows:
-    """Rows that one snapshot has, without its ancestors'."""
+    """Rows that one snapshot of a chain has written, without rows of its ancestors."""
     return owned_rows(replace(link, before=()), 0, 1)
 
 
 def _ranked(
     rows: LinkedRows, link: PartedSnapshot, n: int, keep: Keep
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield keys and ranks of the rows that link number `n` has written."""
+    """Yield keys and ranks of the rows that snapshot number `n` of a chain has written."""
     format = SnapshotRows.of_meta(link.info.meta, link.name).format
     if not format.usage_words:
         table_N, id_N = rows.keys(keep)
@@ -182,7 +186,7 @@ def _ranked(
 
 
 class _OfTables:
-    """Keeps the keys of some tables."""
+    """Function that keeps the keys of some tables, for `LinkedRows`."""
 
     def __init__(self, tables: Sequence[int]):
         self._table_C = np.array(tables, np.int32)

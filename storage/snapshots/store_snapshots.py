@@ -301,10 +301,8 @@ class StoreSnapshots(StorePart):
         self._store.check_open()
         self._journal.check_not_needed(name, "deleted")
         if self._kept_in[0] == name:
-            self._kept_in, self._kept_step = (
-                (None, -1),
-                -1,
-            )  # Before the deletion, which may fail after the snapshot is gone.
+            # Before the deletion, which may fail after the snapshot is gone.
+            self._kept_in, self._kept_step = (None, -1), -1
         self.rows.delete(name)
         self._journal.forget(name)
 

@@ -5,7 +5,7 @@ its checksum, seeded with the 8 bytes before it.
 
 Invariants:
 - a block counts as sound only if the checksums of its keys and of its rows hold;
-- files of another chunk or of another table, whose checksums hold too, have no rows of a snapshot (`check_fits`).
+- no row is taken from files of another chunk or another table, although their own checksums hold (`check_fits`).
 """
 
 import errno
@@ -52,7 +52,7 @@ class ChunkState:
         keys: keys of the rows; table 0, id 0 in blocks whose keys cannot be read.
         has_keys_B, sound_B: whether the keys of a block can be read; whether its keys and its rows can; bool [B].
         intact: whether both files are as they were written. False does not mean that rows are lost.
-        runs: runs of keys whose checksums hold, if not all of the file's do; None = the part's keys are as written.
+        runs: runs of keys whose checksums hold; None = all keys of the part are as they were written.
     """
 
     geometry: Geometry
@@ -115,9 +115,14 @@ def examine_chunk(
 
 
 def check_fits(fs: FileSystem, directory: str, state: ChunkState, part: ChunkPart, row_N: np.ndarray) -> None:
-    """Raise CorruptTableError if a snapshot with this part of the chunk, of it the rows `row_N`, was saved with other
-    keys than the file has, damage apart: the part's last checksum says which keys these are, and no snapshot has a row
-    that its run has not filled."""
+    """Raise CorruptTableError if the files of a chunk are others than those with which a snapshot was saved. Damage to
+    the right files raises nothing. The files are others if the run in which the part ends has another end or another
+    checksum than the part, or if the snapshot has a row at a place that its run of keys leaves empty.
+
+    Args:
+        part: what the snapshot needs of the chunk.
+        row_N: numbers of the snapshot's rows in the chunk, ascending.
+    """
     path = chunk_paths(directory, part.number)[1]
     if state.runs is None:
         if (part.blocks, part.keys_bytes, part.keys_sum) != _end_of(state.part):
@@ -140,7 +145,7 @@ def _end_of(part: ChunkPart) -> tuple[int, int, int]:
 
 
 def check_chunk(fs: FileSystem, directory: str, geometry: Geometry, part: ChunkPart) -> None:
-    """Raise CorruptTableError unless all that a part of a chunk needs is as it was written."""
+    """Raise CorruptTableError unless all bytes that a part of a chunk needs are as they were written."""
     problems: list[StorageError] = []
     if not examine_chunk(fs, directory, geometry, part, problems.append).intact:
         raise CorruptTableError(str(problems[0]))
@@ -159,8 +164,8 @@ class Run(NamedTuple):
 
 
 def _examine_keys(fs: FileSystem, path: str, state: ChunkState) -> None:
-    """Take the keys of the runs whose checksums hold from a file in which not all do. The file is read to its end: a
-    run that goes on behind the part's keys shows that the file is another one."""
+    """Read the keys of a damaged file: those of each run whose checksum holds. The file is read to its end, since a run
+    that begins before the end of the part's keys and ends behind it shows that the file is another one."""
     state.runs = []
     try:
         byte_N = _keys_file(fs, path, _FILE_BYTES_MAX)

@@ -155,8 +155,8 @@ def _runs(fs: FileSystem, file: int, path: str, geometry: Geometry, part: ChunkP
 
 
 def check_keys_end(fs: FileSystem, path: str, part: ChunkPart) -> None:
-    """Raise CorruptTableError unless the keys file at `path` has the part's checksum, which is that of all bytes before
-    it, where the part ends. Reads 8 bytes."""
+    """Raise CorruptTableError unless the last checksum before the part's end in the keys file at `path`, which covers
+    all bytes before it, is that of the part. Reads 8 bytes."""
     sum_N = np.zeros(1, np.uint64)
     with opened(fs, path, "read the keys") as file:
         fs.read_into(file, sum_N.view(np.uint8).data, part.keys_bytes - sum_N.nbytes)

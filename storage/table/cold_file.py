@@ -2,9 +2,9 @@
 it when the first blocks are written, and removes it when the table is closed. No snapshot needs the file, and it is not
 synced; the next open removes what a killed process or a loss of power has left.
 
-Blocks are read like blocks of rows, and memory has a checksum of each. E extents, K blocks.
+Blocks are read like blocks of rows; the checksums of all blocks are in memory. E extents, K blocks.
 
-Invariant: every block that is read was compared with its checksum.
+Invariant: a caller gets no block that was not compared with its checksum.
 """
 
 import os

@@ -122,8 +122,8 @@ class Contents:
         self.replace(live)
 
     def mend_index(self, put_pending: bool) -> None:
-        """Make the index anew from the keys files and the rows in memory, if its file is damaged. If that fails, the
-        table is broken. put_pending: whether to put pending keys into the index then."""
+        """If the file of the index is damaged, make the index anew from the keys files and the rows in memory. If that
+        fails, the table is broken. `put_pending`: whether to put pending keys into the index afterwards."""
         if self._cold_file is not None and self._cold_file.damaged:
             try:
                 former = self.live.drop_index()

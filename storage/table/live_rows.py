@@ -207,7 +207,7 @@ class LiveRows:
         return former
 
     def put_pending_of(self, former: PendingKeys) -> None:
-        """Put keys that were noted for a former index into this one. After a MemoryError they can be put again."""
+        """Put the keys that were noted for a former index into this one. After a MemoryError call it again."""
 
         def put(table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
             self.index.reserve_keys(table_U, id_U)

@@ -126,8 +126,8 @@ class PendingKeys:
             wait([self._putting])
 
     def forget_error(self) -> None:
-        """Wait until the background thread is idle. The next call puts the keys again that the thread could not
-        put."""
+        """Wait until the background thread is idle, and forget its error. The next call puts the keys that the thread
+        could not put."""
         self.wait()
         if self._putting is not None and self._putting.exception() is not None:
             self._putting = None
