@@ -201,7 +201,7 @@ class ColdIndex:
 
     def need_room(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """Numbers of the keys for which a `put` needs room: int64 [N]."""
-        layered_U = self._layered_P[self._overlay.shards_of(table_U, id_U)]
+        layered_U = self._layered_P.take(self._overlay.shards_of(table_U, id_U))
         return np.flatnonzero(np.where(layered_U, self._overlay.find(table_U, id_U), self.find(table_U, id_U)) < 0)
 
     def has_room(self, need_P: np.ndarray) -> bool:
@@ -274,7 +274,7 @@ class ColdIndex:
         if not self._layered_P.any():
             return put_hot(table_U, id_U, put_U)
         shard_U = self._overlay.shards_of(table_U, id_U)
-        layered_U = self._layered_P[shard_U]
+        layered_U = self._layered_P.take(shard_U)  # NumPy ends the process if `[shard_U]` gets no memory.
         u, rest = np.flatnonzero(layered_U), np.flatnonzero(~layered_U)
         known_N = self._overlay.find(table_U[u], id_U[u])
         below_N = self._find_below(table_U[u], id_U[u], known_N)

@@ -31,11 +31,11 @@ from oneemb.kernels.compact_index import (
     compact_put,
 )
 from oneemb.kernels.compact_index_move import compact_move
-from oneemb.kernels.hash_index import PLACE_BITS, PLACE_MAX
+from oneemb.kernels.hash_index import PLACE_BITS
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import IndexMemoryError
 from oneemb.storage.fs import aligned_bytes, free_pages
-from oneemb.storage.hash_index import PHASE_P, SHARDS, SHARE_MIN, HashIndex, check_tables, first_present, no_memory
+from oneemb.storage.hash_index import NO_ORDER, PHASE_P, SHARDS, SHARE_MIN, HashIndex, first_present, no_memory
 from oneemb.storage.locking.store_lock import changing
 
 # Shards that grow at once.
@@ -168,51 +168,59 @@ class CompactIndex:
     def put(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> np.ndarray:
         """Set the place of each key; of equal keys, the last one decides. Returns the former places, -1 for a new key:
         int64 [U]."""
-        return self._put(table_U, id_U, place_U, np.empty(len(id_U), np.int64))[0]
+        order_U = np.empty(len(id_U), np.int64)
+        begin_P1, cell_U2 = self._in_shards(table_U, id_U, place_U, order_U)
+        self.grow(self._size_P + np.diff(begin_P1))
+        return self._put_cells(begin_P1, order_U, cell_U2)
 
     def replace(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> np.ndarray:
         """Faster `put` for keys that are present or had room reserved. Returns the former places, -1 for a new key, in
         any order."""
-        return self._put(table_U, id_U, place_U, np.empty(0, np.int64), grow=False)[0]
+        begin_P1, cell_U2 = self._in_shards(table_U, id_U, place_U, NO_ORDER)
+        try:
+            self.grow(self._size_P + np.diff(begin_P1))
+        except IndexMemoryError:
+            new = np.flatnonzero(self.find(table_U, id_U) < 0)
+            if not self.has_room(self._size_P + self.key_counts(table_U[new], id_U[new])):
+                raise
+        return self._put_cells(begin_P1, NO_ORDER, cell_U2)
 
     def put_new(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> tuple[int, int] | None:
         """Faster `put` for absent keys, each given once. Returns (table, id) of a key that was present or given twice;
         None = no such key."""
-        old_U, cell_U2 = self._put(table_U, id_U, place_U, np.empty(0, np.int64))
-        return first_present(old_U, cell_U2)
+        begin_P1, cell_U2 = self._in_shards(table_U, id_U, place_U, NO_ORDER)
+        self.grow(self._size_P + np.diff(begin_P1))
+        return first_present(self._put_cells(begin_P1, NO_ORDER, cell_U2), cell_U2)
 
     def put_in_room(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
         """`put` of keys that are present or have room: no shard grows."""
-        self._put(table_U, id_U, place_U, np.empty(0, np.int64), grow=None)
+        begin_P1, cell_U2 = self._in_shards(table_U, id_U, place_U, NO_ORDER)
+        self._put_cells(begin_P1, NO_ORDER, cell_U2)
 
-    def _put(
-        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, order_U: np.ndarray, grow: bool | None = True
+    def _in_shards(
+        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, order_U: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """See `HashIndex._put`. grow: None = there is room."""
-        assert len(place_U) == 0 or 0 <= place_U.min() <= place_U.max() <= PLACE_MAX
-        check_tables(table_U)
+        """See `HashIndex.in_shards`."""
+        found = self._spill.in_shards(table_U, id_U, place_U, order_U)
         self._see_tables(table_U)
-        begin_P1, cell_U2 = self._spill.in_shards(table_U, id_U, place_U, order_U)
-        try:
-            if grow is not None:
-                self.grow(self._size_P + np.diff(begin_P1))
-        except IndexMemoryError:
-            new = np.flatnonzero(self.find(table_U, id_U) < 0)
-            if grow or not self.has_room(self._size_P + self.key_counts(table_U[new], id_U[new])):
-                raise
-        old_U = np.empty(len(id_U), np.int64)
+        return found
+
+    def _put_cells(self, begin_P1: np.ndarray, order_U: np.ndarray, cell_U2: np.ndarray) -> np.ndarray:
+        """See `HashIndex._put_cells`. Only the spill grows, if many keys find no room in their shards."""
+        old_U = np.empty(len(cell_U2), np.int64)
         next_P, end_P = begin_P1[:-1].copy(), begin_P1[1:]
-        self._put_cells(next_P, end_P, order_U, cell_U2, old_U)
+        self._put_next(next_P, end_P, order_U, cell_U2, old_U)
         if (next_P < end_P).any():
             with changing:  # So many keys have found no room that the spill is full.
                 while (more_P := end_P - next_P).any():
                     self._spill.grow(self._spill.sizes_P + more_P)
-                    self._put_cells(next_P, end_P, order_U, cell_U2, old_U)
-        return old_U, cell_U2
+                    self._put_next(next_P, end_P, order_U, cell_U2, old_U)
+        return old_U
 
-    def _put_cells(
+    def _put_next(
         self, next_P: np.ndarray, end_P: np.ndarray, order_U: np.ndarray, cell_U2: np.ndarray, old_U: np.ndarray
     ) -> None:
+        """Put cells next_P[p] to end_P[p] of each shard p, until the spill has no room for the next one."""
         self._threads.run(
             compact_put, SHARDS, self._shard_P4, *self._spill.arrays, self._size_P, next_P, end_P, order_U, cell_U2,
             old_U, share_min=1 + SHARDS * SHARE_MIN // (len(old_U) + 1),

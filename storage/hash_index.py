@@ -53,6 +53,9 @@ PHASE_P = np.array([int(f"{p:08b}"[::-1], 2) for p in range(SHARDS)]) / SHARDS
 """Offset of each shard's sizes between two steps of growth, from 0 to 1, float64 [P]. Bits are reversed, so that the
 offsets of neighbouring shards lie far apart."""
 
+NO_ORDER = np.empty(0, np.int64)
+"""Argument of `in_shards` of a caller that needs no order."""
+
 
 def check_tables(table_U: np.ndarray) -> None:
     """Raise ValueError if a table number, int32 [U], is outside 0 to TABLE_MAX. `find` does not check: it would take
@@ -125,53 +128,55 @@ class HashIndex:
     def put(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> np.ndarray:
         """Set the place of each key; of equal keys, the last one decides. Returns the former places, -1 for a new key:
         int64 [U]."""
-        return self._put(table_U, id_U, place_U, np.empty(len(id_U), np.int64))[0]
+        order_U = np.empty(len(id_U), np.int64)
+        begin_P1, cell_U2 = self.in_shards(table_U, id_U, place_U, order_U)
+        self.grow(self._size_P + np.diff(begin_P1))
+        return self._put_cells(begin_P1, order_U, cell_U2)
 
     def replace(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> np.ndarray:
         """Faster `put` for keys that are present or had room reserved. Returns the former places, -1 for a new key, in
         any order."""
-        return self._put(table_U, id_U, place_U, np.empty(0, np.int64), grow=False)[0]
+        begin_P1, cell_U2 = self.in_shards(table_U, id_U, place_U, NO_ORDER)
+        try:
+            self.grow(self._size_P + np.diff(begin_P1))
+        except IndexMemoryError:
+            # Present keys need no room. Each shard must keep an empty cell, or a search would never end.
+            new = np.flatnonzero(self.find(table_U, id_U) < 0)
+            if np.any(self._size_P + self.key_counts(table_U[new], id_U[new]) >= self._cells_P):
+                raise
+        return self._put_cells(begin_P1, NO_ORDER, cell_U2)
 
     def put_new(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> tuple[int, int] | None:
         """Faster `put` for absent keys, each given once. Returns (table, id) of a key that was present or given twice;
         None = no such key."""
-        old_U, cell_U2 = self._put(table_U, id_U, place_U, np.empty(0, np.int64))
-        return first_present(old_U, cell_U2)
+        begin_P1, cell_U2 = self.in_shards(table_U, id_U, place_U, NO_ORDER)
+        self.grow(self._size_P + np.diff(begin_P1))
+        return first_present(self._put_cells(begin_P1, NO_ORDER, cell_U2), cell_U2)
 
     def put_in_room(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> np.ndarray:
         """`put` of keys that are present or have room: no shard grows."""
-        return self._put(table_U, id_U, place_U, np.empty(len(id_U), np.int64), grow=None)[0]
-
-    def _put(
-        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, order_U: np.ndarray, grow: bool | None = True
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Set the place of each key. Returns the former places, int64 [U], and the cells that were written, int64 [U,
-        2], shard by shard. The places are in the order of the keys if `order_U` is int64 [U], in the order of the cells
-        if it is empty. grow: None = there is room."""
-        assert len(place_U) == 0 or 0 <= place_U.min() <= place_U.max() <= PLACE_MAX
-        check_tables(table_U)
+        order_U = np.empty(len(id_U), np.int64)
         begin_P1, cell_U2 = self.in_shards(table_U, id_U, place_U, order_U)
-        try:
-            if grow is not None:
-                self.grow(self._size_P + np.diff(begin_P1))
-        except IndexMemoryError:
-            # Present keys need no room. Each shard must keep an empty cell, or a search would never end.
-            new = np.flatnonzero(self.find(table_U, id_U) < 0)
-            if grow or np.any(self._size_P + self.key_counts(table_U[new], id_U[new]) >= self._cells_P):
-                raise
-        old_U = np.empty(len(id_U), np.int64)
+        return self._put_cells(begin_P1, order_U, cell_U2)
+
+    def _put_cells(self, begin_P1: np.ndarray, order_U: np.ndarray, cell_U2: np.ndarray) -> np.ndarray:
+        """Put the cells that `in_shards` has returned, for which there is room. Returns the former places, int64 [U],
+        in the order of the keys, or of the cells if `order_U` is empty."""
+        old_U = np.empty(len(cell_U2), np.int64)
         self._threads.run(
             cells_put, SHARDS, self._address_P, self._cells_P, self._size_P, begin_P1, order_U, cell_U2, old_U,
-            share_min=1 + SHARDS * SHARE_MIN // (len(id_U) + 1),
+            share_min=1 + SHARDS * SHARE_MIN // (len(cell_U2) + 1),
         )  # fmt: skip
-        return old_U, cell_U2
+        return old_U
 
     def in_shards(
         self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, order_U: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """The cells of keys, int64 [U, 2], shard by shard, each shard the work of one thread, within a shard in the
-        order given; and where each shard begins among them, int64 [P + 1]. order_U[i] = the key of cell i, unless
-        `order_U` is empty."""
+        order given; and where each shard begins among them, int64 [P + 1], which come first. order_U[i] = the key of
+        cell i, unless `order_U` is empty. Raises ValueError if a table is invalid."""
+        assert len(place_U) == 0 or 0 <= place_U.min() <= place_U.max() <= PLACE_MAX
+        check_tables(table_U)
         shard_U, count_KP = self._count(table_U, id_U)
         begin_P1 = np.concatenate([[0], np.cumsum(count_KP.sum(0))])
         next_KP = begin_P1[:-1] + np.cumsum(count_KP, 0) - count_KP

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.cold_shards import make_shards_small
 from tests.support.training import STEPS, Job
 
 # A row of Adam's takes 96 bytes and 40 beside it: a cache of 1 MiB holds 7,710 of them, the job meets over 20,000.
@@ -17,6 +18,7 @@ PLACES = {
     "ssd, 1 MB, host cache": dict(store="ssd, host cache", cache_mb=1),
     "ssd, 1 MB, host cache, lru": dict(store="ssd, host cache", cache_mb=1, options=dict(cache_policy="lru")),
     "ssd, 1 GB, host cache": dict(store="ssd, host cache", cache_mb=1024),
+    "ssd, 1 MB, index on disk": dict(store="ssd", cache_mb=1, options=dict(index_memory_mb=1)),
     "remote, 1 MB": dict(store="remote", cache_mb=1),
 }
 
@@ -42,7 +44,9 @@ def expected(tmp_path_factory):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("place", PLACES)
-def test_losses_and_rows_do_not_depend_on_store_cache_or_threads(place, threads, expected, tmp_path):
+def test_losses_and_rows_do_not_depend_on_store_cache_or_threads(place, threads, expected, tmp_path, monkeypatch):
+    if "index on disk" in place:
+        make_shards_small(monkeypatch)
     job = Job(tmp_path, num_threads=threads, **PLACES[place], **BIG)
     losses = job.run(0, STEPS)
     assert losses == expected[0]
@@ -51,6 +55,7 @@ def test_losses_and_rows_do_not_depend_on_store_cache_or_threads(place, threads,
     if place.startswith("ssd, 1 MB, host cache"):
         assert job.embedding.stats()["host"]["evicted"] > 0
     assert job.rows() == expected[1]
+    assert (job.embedding.stats()["persistent"]["index_blocks_read"] > 0) == ("index on disk" in place)
     job.embedding.close()
 
 

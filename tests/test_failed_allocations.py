@@ -24,7 +24,10 @@ def run(library, store, folder, stride, *operations):
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", str(SUPPORT / "failing_allocations.py"), library, store, folder,
          str(stride), *operations],
-        env={"LD_PRELOAD": str(library), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())},
+        env={
+            "LD_PRELOAD": str(library), "PATH": "/usr/bin:/bin", "HOME": str(Path.home()),
+            "PYTHONPATH": str(SUPPORT.parents[1]),
+        },
         capture_output=True, text=True, timeout=3600,  # A guard against a hang.
     )  # fmt: skip
     *wrong, tried = done.stdout.splitlines() or [""]
@@ -33,7 +36,10 @@ def run(library, store, folder, stride, *operations):
     return failures, broken
 
 
-SOME = {"ssd": ["lookup", "prefetch", "step", "erase"], "policy": ["step"], "device": ["import_rows"]}
+SOME = {
+    "ssd": ["lookup", "prefetch", "step", "erase"], "ssd-index": ["lookup", "step", "erase"], "policy": ["step"],
+    "device": ["import_rows"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("store", SOME)
@@ -43,7 +49,7 @@ def test_memory_that_runs_out_harms_nothing_or_breaks_the_store(library, store, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", ["device", "host", "ssd", "ssd-lru", "policy", "ssd-policy", "remote"])
+@pytest.mark.parametrize("store", ["device", "host", "ssd", "ssd-index", "ssd-lru", "policy", "ssd-policy", "remote"])
 def test_memory_that_runs_out_in_any_call_harms_nothing_or_breaks_the_store(library, store, tmp_path):
     failures, broken = run(library, store, tmp_path / "rows", 1)
     assert failures > 100 and broken < failures / 4

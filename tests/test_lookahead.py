@@ -8,6 +8,7 @@ import torch
 
 import oneemb
 from oneemb.graph.read_ahead import ReadAhead
+from tests.support.cold_shards import keep_index_on_disk
 from tests.test_train_graph_prefetch import batches_of, check_same, graph_of, threads
 
 
@@ -25,17 +26,21 @@ def rows_read(graph, batches, **options):
     return losses, graph.embedding.stats()["device"]["misses"]
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_no_number_depends_on_the_lookahead_and_fewer_rows_are_read(depth):
+@pytest.mark.parametrize(("depth", "index"), [(1, "in memory"), (3, "in memory"), (3, "on disk")])
+def test_no_number_depends_on_the_lookahead_and_fewer_rows_are_read(depth, index, monkeypatch):
     batches = zipf_batches(60)
     graphs, losses, read = [], [], []
     for lookahead in (0, 1, 32):
+        if index == "on disk" and lookahead:  # The first graph has its index in memory.
+            keep_index_on_disk(monkeypatch)
         graphs.append(graph_of("ssd", 64))
         some, misses = rows_read(graphs[-1], batches, prefetch_depth=depth, lookahead=lookahead)
         losses.append(some)
         read.append(misses)
     check_same(graphs, losses)
     assert read[2] < read[0]
+    blocks = [graph.embedding.stats()["persistent"]["index_blocks_read"] for graph in graphs]
+    assert [some > 0 for some in blocks] == [False, *[index == "on disk"] * 2]
 
 
 def test_merged_embeddings_and_several_lookups_of_one_embedding_know_their_uses_too(tmp_path):

@@ -10,6 +10,7 @@ import torch
 import oneemb
 from oneemb.graph import prefetch
 from oneemb.graph.ops import AnnouncedLookup, lookup_ahead
+from tests.support.cold_shards import keep_index_on_disk
 from tests.support.pairwise import diagonal
 
 DIM, BATCH, STEPS = 4, 5, 18
@@ -220,3 +221,42 @@ def test_a_loader_that_fails_before_the_loop_waits_for_it_fails_one_loop_alone(t
     assert second == "OSError: no such file" and first.startswith(
         "RankError: rank 1 has failed (OSError: no such file)"
     )
+
+
+def train_many_rows(group, path, index, way):
+    """Losses, weights, and blocks read of the index of an embedding with more rows than its cache has room for."""
+    with pytest.MonkeyPatch.context() as patch:
+        if index == "on disk":
+            keep_index_on_disk(patch)
+        options = oneemb.make_cached_ssd_store_options(1, path)
+        graph = ManyRows(oneemb.MultiTableEmbedding(
+            "items", 64, torch.float32, torch.int64, [oneemb.make_table()], options, num_threads=1, process_group=group,
+        ))  # fmt: skip
+        generator = torch.Generator().manual_seed(group.rank())
+        batches = [(torch.randint(0, 12_000, (1000,), generator=generator),) for _ in range(12)]
+        losses = list(graph.run(batches, lookahead=4)) if way == "run" else [graph(*batch) for batch in batches]
+        ids = torch.arange(12_000).view(12, -1)
+        weights = b"".join(graph.embedding.read(part).numpy().tobytes() for part in ids)
+        blocks = graph.embedding.stats()["persistent"]["index_blocks_read"]
+        graph.embedding.close()
+    return torch.stack(losses).numpy().tobytes(), weights, blocks
+
+
+class ManyRows(oneemb.TrainGraph):
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding = embedding
+        self.add_optimizer(torch.optim.Adam(self.parameters()))
+
+    def build(self, ids):
+        loss = self.embedding(ids).square().sum()
+        loss.backward()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("way", ["called", "run"])
+def test_an_index_on_disk_changes_no_bit_on_any_rank(tmp_path, rank_pool, way):
+    found = rank_pool(2, train_many_rows, str(tmp_path / "memory"), "in memory", "called")
+    on_disk = rank_pool(2, train_many_rows, str(tmp_path / "disk"), "on disk", way)
+    for one, other in zip(found, on_disk, strict=True):
+        assert one[:2] == other[:2] and one[2] == 0 and other[2] > 0

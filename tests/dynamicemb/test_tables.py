@@ -328,8 +328,9 @@ def test_what_the_storage_is_called_follows_from_the_options():
     assert type(made({"max_capacity": 16, "caching": True}).tables) is DynamicEmbStorage
 
 
-def test_rows_may_live_in_a_store_of_this_library(tmp_path):
-    store = oneemb.make_cached_ssd_store_options(1, str(tmp_path))
+@pytest.mark.parametrize("index_memory_mb", [None, 1])
+def test_rows_may_live_in_a_store_of_this_library(tmp_path, index_memory_mb):
+    store = oneemb.make_cached_ssd_store_options(1, str(tmp_path), index_memory_mb=index_memory_mb)
     tables = made({"external_storage": store, "score_strategy": Score.STEP})
     for begin in range(0, 60_000, 6_000):
         step(tables, list(range(begin, begin + 6_000)))
@@ -337,6 +338,7 @@ def test_rows_may_live_in_a_store_of_this_library(tmp_path):
     assert read(tables, [5, 59_999]) == [1 - RATE] * 2
     keys = [batch[0] for batch in tables.tables.export_keys_values(torch.device("cpu"), 10_000)]
     assert torch.cat(keys).tolist() == list(range(60_000)) and max(map(len, keys)) <= 10_000
+    assert (tables.rows.stats()["persistent"]["index_blocks_read"] > 0) == (index_memory_mb is not None)
 
 
 def test_rows_are_put_with_state_and_scores():

@@ -1,7 +1,5 @@
 """Sizes with which an index of few keys has shards in its file, and a list of keys that wait for it."""
 
-from functools import partial
-
 from oneemb.storage import cold_index, compact_index
 from oneemb.storage.table import pending_keys
 from oneemb.storage.table.persistent_table import PersistentTable
@@ -21,4 +19,5 @@ def make_shards_small(patch, small=1, overlay=30):
 def keep_index_on_disk(patch, overlay=30):
     """Let every table that is opened have its index on disk, as far as it can."""
     make_shards_small(patch, overlay=overlay)
-    patch.setattr(PersistentTable, "open", partial(PersistentTable.open, index_memory_bytes=1))
+    opened = PersistentTable.open
+    patch.setattr(PersistentTable, "open", lambda *args, **more: opened(*args, **more | {"index_memory_bytes": 1}))

@@ -14,13 +14,16 @@ import warnings
 
 import numpy as np
 import torch
+from pytest import MonkeyPatch
 
 import oneemb
 from oneemb.kernels.checksum import xxh64
 from oneemb.kernels.threads import Threads
 from oneemb.policies import LFU, AdmitAfter, RowPolicy
+from oneemb.storage import cold_index
 from oneemb.storage.errors import BrokenStoreError
 from oneemb.storage.hash_index import HashIndex
+from tests.support.cold_shards import make_shards_small
 
 STEP = 0.5
 
@@ -33,6 +36,8 @@ def options(kind, folder):
             return oneemb.make_cached_host_mem_store_options(1, folder)
         case "ssd" | "ssd-policy":
             return oneemb.make_cached_ssd_store_options(1, folder, capacity=4000 if kind == "ssd-policy" else None)
+        case "ssd-index":
+            return oneemb.make_cached_ssd_store_options(1, folder, index_memory_mb=1)
         case "ssd-lru":
             return oneemb.make_cached_ssd_store_options(1, folder, host_cache_budget_mb=1, cache_policy="lru")
         case "remote":
@@ -298,6 +303,13 @@ if __name__ == "__main__":
     gc.freeze()  # Collections after failed calls skip what was there before.
     library, kind, folder, stride = sys.argv[1:5]
     operations = sys.argv[5:] or OPERATIONS
-    wrong, failures, broken = run(Subject(kind, folder, 0), Preloaded(library), operations, stride=int(stride))
+    if kind == "ssd-index":
+        patch = MonkeyPatch()
+        make_shards_small(patch, overlay=300)
+        patch.setattr(cold_index, "_OVERLAY_PART", 1 << 12)  # A quarter of the limit would hold all keys of the test.
+    subject = Subject(kind, folder, 0)
+    wrong, failures, broken = run(subject, Preloaded(library), operations, stride=int(stride))
+    if kind == "ssd-index" and not subject.embedding.stats()["persistent"]["index_blocks_read"]:
+        wrong.append("no block of the index was read")
     print(*wrong, sep="\n")
     print(f"{failures} failures, {broken} broken")

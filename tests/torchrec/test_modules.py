@@ -30,6 +30,7 @@ from torchrec.types import DataType  # noqa: E402
 
 from oneemb.adapters.handed_rows import hand_over, to_be_handed  # noqa: E402
 from oneemb.torchrec import EmbeddingBagCollection, EmbeddingCollection  # noqa: E402
+from tests.support.cold_shards import keep_index_on_disk  # noqa: E402
 from tests.support.pairwise import covering  # noqa: E402
 from tests.support.resources import resident_bytes  # noqa: E402
 from tests.support.tracing_threads import KINDS, another_thread  # noqa: E402
@@ -867,7 +868,8 @@ def test_of_two_state_dicts_the_older_one_does_not_undo_the_newer():
     assert torch.equal(rows_of(ours), expected)
 
 
-def test_rows_in_a_path_that_are_stepped_in_backward_are_resumed(tmp_path):
+@pytest.mark.parametrize("index", ["in memory", "on disk"])
+def test_rows_in_a_path_that_are_stepped_in_backward_are_resumed(tmp_path, index, monkeypatch):
     options = oneemb.make_cached_ssd_store_options(1, tmp_path)
 
     def make():
@@ -882,10 +884,14 @@ def test_rows_in_a_path_that_are_stepped_in_backward_are_resumed(tmp_path):
     ours(batch(3)).values().square().sum().backward()
     expected = ours.eval()(batch(0)).values().detach()
     ours.close()
+    if index == "on disk":
+        keep_index_on_disk(monkeypatch)
     again = make()
     again.load_state_dict(state)
     again(batch(3)).values().square().sum().backward()
     assert torch.equal(again.eval()(batch(0)).values(), expected)
+    blocks = sum(rows.stats()["persistent"]["index_blocks_read"] for rows in again.rows)
+    assert (blocks > 0) == (index == "on disk")
 
 
 def test_an_optimizer_that_rows_cannot_follow_leaves_them_as_they_are():
