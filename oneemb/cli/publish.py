@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--with-state", is_flag=True, help="Publish the optimizer's state too.")
 @click.option("--table", "tables", multiple=True, type=click.IntRange(0), help="Only this table; may be repeated.")
-@click.option("--max-rows", type=click.IntRange(1), help="Most rows of a sink: the most used, or newest.")
+@click.option("--max-rows", type=click.IntRange(1), help="Most rows of a sink: of highest score, or newest.")
 @click.option("--dtype", default="float32", show_default=True, help="Weights in served files.")
 @click.option("--seconds", default=1.0, show_default=True, help="Time between two looks for newer versions.")
 @click.option("--once", is_flag=True, help="Publish the newest version, and end.")

@@ -15,7 +15,7 @@ from oneemb.cli.output import FOLDER, json_option, progress_bar, size_text, tell
 @click.option("--out", required=True, type=click.Path(dir_okay=False), help="The file to write.")
 @click.option("--shard", multiple=True, type=FOLDER, help="Another folder of a sharded snapshot; may be repeated.")
 @click.option("--table", "tables", multiple=True, type=click.IntRange(0), help="Only this table; may be repeated.")
-@click.option("--max-rows", type=click.IntRange(1), help="Write at most so many rows: the most used, or newest.")
+@click.option("--max-rows", type=click.IntRange(1), help="Most rows: of highest score, or newest.")
 @click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
 @json_option
 def quantize_command(

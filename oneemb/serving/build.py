@@ -202,12 +202,12 @@ def open_snapshot(
     before: LayeredFile | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> LayeredFile | None:
-    """Open version of the named snapshot, or of the newest; the call makes its files if they do not exist.
+    """Open served files of the named snapshot, or of the newest; the call makes them if they do not exist.
 
     Args:
         served: the snapshot that is served now. The call returns None unless a snapshot has a greater sequence, or
             this one is gone.
-        before: the version that is served now, with which the opened one shares memory.
+        before: open files of the snapshot that is served now, with which the result shares memory.
         stop: called from time to time; once it returns True, the call stops and returns None.
 
     Raises:
@@ -246,7 +246,7 @@ def open_snapshot(
 def _open_made(
     source: Source, snapshot: PartedSnapshot, threads: Threads, before: LayeredFile | None, stop: Callable[[], bool]
 ) -> LayeredFile:
-    """Open version of this snapshot, made if it does not exist."""
+    """Open served files of this snapshot, which are made if they do not exist."""
     kind, identity = _kind(source), snapshot.info.identity
     made = files_of(identity, files_in(source.folder, kind))
     if made is not None:
@@ -279,8 +279,8 @@ def _open_made(
 def _make(
     source: Source, kind: str, snapshot: PartedSnapshot, threads: Threads, progress: Progress
 ) -> list[VersionFile]:
-    """Make the version of a snapshot, and return its files. Files of the kind that no version needs are removed: the
-    two newest whole files stay, and those of the versions that were there before and after this call."""
+    """Make the served files of a snapshot, and return them. Other files of the kind are removed, except the two newest
+    whole files, the files from which a new layer goes on, and newer layers."""
     made, changes = rows_since(snapshot, files_in(source.folder, kind), source.paths, source.cap)
     new = make_layer(
         source.folder, kind, snapshot, made, changes, threads=threads, progress=progress, cap=source.cap
@@ -306,8 +306,8 @@ def _make_whole(
 
 
 def make_whole(source: Source, served: Version, threads: Threads, stop: Callable[[], bool]) -> bool:
-    """Make the whole file of a version that has layers, beside those who serve it; later versions go on from it.
-    Returns False if another process makes a whole file, or `stop` returned True.
+    """Make the whole file of a snapshot that is served with layers, while lookups go on; later layers go on from this
+    file. Returns False if another process makes a whole file, or `stop` returned True.
 
     Raises:
         ValueError, StorageError: same as `make_file`; or the snapshot is gone.

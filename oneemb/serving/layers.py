@@ -1,15 +1,16 @@
-"""Versions of served rows as files: one whole file, or a whole file and layers, which hold only what has changed since.
+"""Files of served versions. A served version is one snapshot as rows to look up: a whole file, or a whole file and
+layers, which hold only what has changed since.
 
     000000000007-<identity>-float32.serving                          all rows of snapshot 7
     000000000009-<identity>-float32-since-<identity of 7>.serving    what has changed from 7 to 9
 
-A version is found by the identities in the names of files: a layer goes on from the version with the identity that it
-names. A newer version gets one new layer, made of the changes since the nearest older version whose files are there.
+The files of a served version are found by the identities in their names: a layer goes on from the version whose
+identity it names. A newer version gets one new layer, of the changes since the nearest older version that has files.
 The new layer takes in the layers before it while these have less than twice as many rows, or are too many. So a row is
 written again a few times, not once for each delta.
 
 Invariants:
-- a version has at most `LAYERS` layers, with a quarter of the whole file's rows;
+- a version has at most `LAYERS` layers, which together have at most a quarter of the whole file's rows;
 - a new layer depends on the snapshots and the files before it alone, so any process makes the same one.
 """
 
@@ -48,7 +49,7 @@ _BATCH = 1 << 16
 
 
 class VersionFile(NamedTuple):
-    """A file of a version. `since`: identity of the version from which a layer goes on; "" = the file is whole."""
+    """A file of a served version. `since`: identity of the version from which a layer goes on; "" = a whole file."""
 
     sequence: int
     identity: str
@@ -87,8 +88,9 @@ def files_of(identity: str, files: Sequence[VersionFile]) -> list[VersionFile] |
 
 
 def nearest_files(snapshot: PartedSnapshot, files: Sequence[VersionFile]) -> tuple[list[VersionFile], int]:
-    """Files of the version from which a delta's version is made, and the number of links of the delta's chain that this
-    version has; ([], 0) = no version is there. The newest whole file decides, then the newest version."""
+    """Files of the version from which a layer for a snapshot goes on, and the number of snapshots of the chain up to
+    that version; ([], 0) = no snapshot of the chain has files. Of several versions, the one with the newest whole file
+    is taken, then the newest."""
     found: list[tuple[int, int, list[VersionFile]]] = []
     for n, link in enumerate((*snapshot.before, snapshot), 1):
         made = files_of(link.info.identity, files)
@@ -101,9 +103,9 @@ def nearest_files(snapshot: PartedSnapshot, files: Sequence[VersionFile]) -> tup
 def rows_since(
     snapshot: PartedSnapshot, files: Sequence[VersionFile], paths: Sequence[str], cap: RowCap | None
 ) -> tuple[list[VersionFile], PartedSnapshot | LinkedRows | None]:
-    """Files of the version from which a snapshot's version is made, and the changes since: the deltas since, or, if the
-    snapshot goes on from no version that is there, the changes since the newest older version whose snapshot is in one
-    of `paths`. None = all rows must be read.
+    """Files of the version from which a layer for a snapshot goes on, and the changes since that version. If a snapshot
+    of the chain has files, the changes are the deltas after it. Else they are found by places of rows, since the newest
+    older version whose snapshot is in one of `paths`. Changes None = all rows must be read.
 
     Raises:
         StorageError: files of a snapshot are damaged.
@@ -162,8 +164,8 @@ def make_layer(
     folder: str, kind: str, snapshot: PartedSnapshot, made: Sequence[VersionFile],
     changes: PartedSnapshot | LinkedRows, *, threads: Threads, progress: Progress, cap: RowCap | None = None,
 ) -> list[VersionFile] | None:  # fmt: skip
-    """Make the version of a snapshot by one layer, from a version that is there, and return its files; None = a whole
-    file must be made, since too much has changed, or the tables are others.
+    """Write a layer for a snapshot, which goes on from an older version, and return all files of the new version.
+    None = a whole file must be made, since too much has changed, or the tables are others.
 
     Args:
         made, changes: as `rows_since` returns them.

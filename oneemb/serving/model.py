@@ -1,7 +1,7 @@
 """A whole model served: dense weights of a checkpoint, and rows of the snapshots that the checkpoint names.
 
 Invariants:
-- weights and rows of a version are of one checkpoint; a version never changes, and a call has one version;
+- weights and rows of a model version are of one checkpoint; it never changes, and a call uses one model version;
 - calls never wait for a newer version: it is loaded beside the version that serves, and takes its place at once;
 - a checkpoint that is missing, damaged, older or that does not fit leaves the version that serves.
 """
@@ -44,15 +44,16 @@ _Dtype = Literal["float32", "float16", "int8", "int4"]
 
 @dataclass(frozen=True)
 class ModelVersion:
-    """One version of a served model. Calling it calls the module, in eval mode and without gradients."""
+    """A version of a served model: the weights and rows of one checkpoint. A call of it calls the module, in eval mode
+    and without gradients."""
 
     module: torch.nn.Module
     """Copy of the module with the weights of the checkpoint and served rows."""
     snapshots: dict[str, Version]
     """{name of the embedding in the module: its snapshot}."""
     saved_at: float
-    """Time at which the checkpoint was written, in seconds since 1970; of a URL whose store does not tell, the time at
-    which it was read."""
+    """Time at which the checkpoint was written, in seconds since 1970; if the store of a URL does not tell this
+    time, the time at which the checkpoint was read."""
     file: State
     """State of the checkpoint's file or object, which changes when the checkpoint is replaced."""
     rows: dict[str, LayeredFile] = field(repr=False)
@@ -73,8 +74,8 @@ class _Place(torch.nn.Module):
 
 
 class _Template(NamedTuple):
-    """Copy of the user's module with places for its embeddings, and its parts by their names in checkpoints. A version
-    is a copy of it."""
+    """Copy of the user's module with a place for each embedding, of which each model version is a copy; and the places
+    by the names of the embeddings in checkpoints."""
 
     module: torch.nn.Module
     places: dict[str, _Place]

@@ -35,8 +35,9 @@ class Changes:
         snapshot: the version, with its ancestors.
         is_whole: whether the changes are all rows, which replace whatever the sink has.
         stop: function that returns True once nobody wants the changes any more.
-        cap: says which rows stay, of the tables that are asked for; the others are as if they were gone. None = all.
-        changed: the changes, if they are not all rows of the version; None = those of a delta.
+        cap: says which rows stay, of the tables that are asked for; the others count as gone. None = all.
+        changed: the changes, if the snapshot is no delta since the version before, and not all rows are given; None =
+            the rows of the delta, or all rows.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Changes:
         """Format of the rows, with the optimizer whose state they hold, and the step."""
         of_delta = sum(part.info.rows for part in snapshot.parts) if changed is None else len(changed)
         self.num_rows = snapshot.info.rows if is_whole else of_delta
-        """Number of rows in `batches`, at most; with a cap there may be more, rows that come back."""
+        """Largest number of rows in `batches`; under a cap, rows that come back may exceed it."""
         if cap is not None:
             self.num_rows = min(self.num_rows, cap.max_rows)
         self.nbytes = self.num_rows * self.rows.format.row_bytes
@@ -140,7 +141,7 @@ class Changes:
             yield from rows.scan(batch_size)
 
     def _capped_changes(self, cap: RowCap, tables: Sequence[int] | None) -> CappedChanges:
-        """Changes between the rows that stay of the version before and of this one."""
+        """Changes under the cap: from the rows of the version before that stayed to the rows of this one that stay."""
         chosen = None if tables is None else tuple(tables)
         if chosen not in self._capped:
             *links, before = self.snapshot.before
@@ -151,7 +152,7 @@ class Changes:
         return self._capped[chosen]
 
     def _opened(self, every: bool, keep: Keep | None = None) -> LinkedRows:
-        """Rows of the version: all, or the changes alone."""
+        """Reader of all rows of the version, or of its changes alone."""
         if self._changed is not None:
             return self._changed
         return owned_rows(self.snapshot if every else replace(self.snapshot, before=()), 0, 1, keep=keep)

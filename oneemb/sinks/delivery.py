@@ -16,7 +16,7 @@ from oneemb.storage.snapshots.row_cap import RowCap
 _log = logging.getLogger("oneemb")
 
 _LOOKS = 4
-"""Looks for another version, one after the other, if the job deletes versions while they are read."""
+"""Largest number of failures in a row, each of a version that the job has deleted while it was read."""
 
 
 class SinkStats(TypedDict):
@@ -47,7 +47,7 @@ class SinkStats(TypedDict):
 class Delivery:
     """Gives one sink the versions that it lacks. One call at a time, from any thread.
 
-    Invariant: the sink is closed by `close`, or at the end of the `run` that `close` has found at work.
+    Invariant: after `close`, the sink is closed at once, or, if a `run` is at work, at the end of that `run`.
     """
 
     def __init__(self, versions: Versions, sink: Sink, when_behind: str):
@@ -124,8 +124,8 @@ class Delivery:
         )
 
     def backlog(self) -> list[Changes]:
-        """Versions that the sink lacks now, by the version that it was seen to show last. Empty if they are not
-        known, since the folder cannot be read."""
+        """Changes that the sink lacks now, after the version that it showed when it was last asked. Empty if the folder
+        cannot be read."""
         try:
             return self._versions.changes(
                 self._shown, wants_whole=False, when_behind="whole", stop=lambda: False, cap=self._cap, compares=False

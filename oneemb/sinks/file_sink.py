@@ -27,7 +27,7 @@ from oneemb.rows.files_parquet import ParquetWriter
 from oneemb.rows.files_safetensors import NewTensor, SafetensorsWriter, write_safetensors
 from oneemb.sinks.changes import Changes
 from oneemb.sinks.folder_lock import FolderLock
-from oneemb.sinks.version import TableVersion, choice_of, read_json, unnamed, write_json
+from oneemb.sinks.version import TableVersion, choice_of, read_json, unused_stem, write_json
 from oneemb.storage.errors import CorruptTableError, FormatVersionError
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path, doing
 from oneemb.storage.new_files import new_files
@@ -94,8 +94,7 @@ class FileSink:
         self._lock.take()
         manifest = self._manifest()
         stem = f"{changes.version.sequence:012d}-{changes.version.identity}{'-all' * changes.is_whole}"
-        named = {*_files_of(manifest["versions"]), *manifest["former"]}
-        stem = unnamed(stem, named)
+        stem = unused_stem(stem, {*_files_of(manifest["versions"]), *manifest["former"]})
         rows, gone = f"{stem}.{self._format}", f"{stem}.gone.{self._format}"
         with doing("write files in", self._folder):
             num_rows = self._write_rows(changes, rows)

@@ -4,12 +4,12 @@ A vector is added behind all others, at the next position. An id whose vector ch
 its old position stays, and searches leave it out. `IndexView` says which positions are live, and which id each one has.
 Once too many positions are dead, the index is built anew from all rows.
 
-    MANIFEST.json                      versions on disk, newest last
-    <sequence>-<identity>.<library>    index of a version, as its library writes it
+    MANIFEST.json                      list of saved indexes, the newest last
+    <sequence>-<identity>.<library>    index that shows a version of the table, as its library writes it
     <sequence>-<identity>.ids          ids and liveness of the positions
 
 Invariants:
-- a search sees one version, completely: positions that are added for the next one are not live in its view;
+- a search sees one view, of one version of the table: positions that are added for the next version are not live there;
 - the manifest is replaced, atomically, after the files that it names are durable; these do not change.
 """
 
@@ -25,7 +25,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.sinks.changes import Changes
 from oneemb.sinks.folder_lock import FolderLock
 from oneemb.sinks.turns import Turns
-from oneemb.sinks.version import TableVersion, choice_of, read_json, unnamed, write_json
+from oneemb.sinks.version import TableVersion, choice_of, read_json, unused_stem, write_json
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path, doing
 from oneemb.storage.hash_index import HashIndex
@@ -38,7 +38,7 @@ _OURS = re.compile(r"\d{12,}-[0-9a-f]{32}(-\d+)?\.(faiss|usearch|ids)(\.tmp)?")
 
 
 class IndexView(NamedTuple):
-    """An index as one version sees it. P positions."""
+    """The index as searches see it: the positions that are live in one version of the table. P positions."""
 
     version: TableVersion
     index: Any
@@ -104,7 +104,7 @@ class IndexSink:
             weights.
         rebuild: share of dead positions from which the index is built anew.
         save_every: number of versions after which the index is written to the folder.
-        keep: number of versions that stay in the folder, for a rollback.
+        keep: number of saved indexes that stay in the folder, for a rollback.
         max_rows: largest number of rows, of the table; None = all. Rows with the highest scores of a policy
             stay; without a policy, rows that the latest deltas have written.
 
@@ -154,7 +154,8 @@ class IndexSink:
 
         Returns:
             Scores, float32 [Q, k]: inner products, or squares of L2 distances, the nearest first; ids, int64 [Q, k];
-            and the version that has answered. Where fewer than k rows were found, the score is infinite and the id -1.
+            and the version of the table that the index shows. Where fewer than k rows were found, the score is infinite
+            and the id -1.
 
         Raises:
             StorageError: no version was published yet.
@@ -166,8 +167,8 @@ class IndexSink:
         return score_QK, id_QK, view.version
 
     def refresh(self) -> TableVersion | None:
-        """Load the newest version in the folder, for a process that searches an index which another one publishes.
-        Returns the version; None = there is none."""
+        """Load the newest saved index, for a process that searches an index which another process publishes. Returns
+        the version of the table that the index shows; None = there is none."""
         if self._lock is None or not self._lock.taken:
             self._load_newest()
         return None if self._view is None else self._view.version
@@ -279,7 +280,7 @@ class IndexSink:
         return f"{self._folder}/MANIFEST.json"
 
     def _manifest(self) -> list[dict[str, Any]]:
-        """Versions on disk, newest last."""
+        """Entries of the saved indexes, the newest last."""
         found = None if self._folder is None else read_json(self._fs, self._path)
         if found is None:
             return []
@@ -301,7 +302,7 @@ class IndexSink:
             return
         before = self._manifest()
         stem = f"{view.version.sequence:012d}-{view.version.identity}"
-        stem = unnamed(stem, [one["index"] for one in before])
+        stem = unused_stem(stem, [one["index"] for one in before])
         entry: dict[str, Any] = {"version": view.version.to_fields(), "choice": self._choice}
         entry |= {"index": f"{stem}{self._library.suffix}", "ids": f"{stem}.ids"}
         others = [one for one in before if one["version"].get("identity") != view.version.identity]

@@ -59,7 +59,7 @@ def publish(
             deleted its version, or more than half of the rows have changed: "whole" = all rows; "error" = nothing, and
             `PublishError`.
         max_versions, max_bytes: largest backlog of a sink, in versions and in bytes of rows; None = any. `check`
-            compares it with the sinks.
+            compares the backlogs with it.
         when_full: what `check` does if a backlog is larger: "error" = raise `PublishError`; "pause" = wait.
 
     Returns:
@@ -179,8 +179,8 @@ class Publisher:
             )
 
     def show(self, version: str | None) -> None:
-        """Publish another version, for example to roll all sinks back; None = the newest again. Sinks whose version is
-        no ancestor of it get all rows.
+        """Publish another version, for example to roll all sinks back; None = the newest again. Sinks that
+        show a newer version get all rows.
 
         Raises:
             PublishError: sinks have failed; the message has the error of each.

@@ -1,4 +1,4 @@
-"""Sink that makes a file of read-only rows for `InferenceEmbedding`, whole for each version."""
+"""Sink that writes a file of read-only rows for `InferenceEmbedding`, with all rows for each version."""
 
 import os
 from collections.abc import Sequence

@@ -14,10 +14,10 @@ class Sink(Protocol):
 
     Invariants, for every implementation:
     - `version` returns the version of the last `apply` that returned, in another process too;
-    - after an `apply` that was killed or has raised, `version` returns the version before, and the next `apply` with
-      the same changes, or with all rows of any version, makes up for it.
+    - after an `apply` that was killed or has raised, `version` returns the version before, or None, and the next
+      `apply`, with the same changes or with all rows of any version, leaves the sink as if the first had not been.
 
-    A sink with an attribute `max_rows`, an int, gets changes of at most so many rows.
+    A sink may have an attribute `max_rows`: the largest number of rows that the changes, all applied, leave.
     """
 
     @property

@@ -93,8 +93,8 @@ def load_json(text: str | bytes, where: str) -> object:
         ) from error
 
 
-def unnamed(stem: str, named: Collection[str]) -> str:
-    """`stem`, with a number behind it if one of the files `named` has this stem, so that the files stay as they are."""
+def unused_stem(stem: str, named: Collection[str]) -> str:
+    """`stem`, or `stem` with a number if one of the files `named` has this stem: a named file must not be replaced."""
     stems, found, n = {file.partition(".")[0] for file in named}, stem, 2
     while found in stems:
         found, n = f"{stem}-{n}", n + 1

@@ -17,8 +17,8 @@ from oneemb.storage.snapshots.row_cap import RowCap
 from oneemb.storage.snapshots.snapshot_parts import FoundParts, PartedSnapshot, folders_at, look_at
 
 _OLD_S = 2.0
-"""Seconds after a folder's last change from which the same time of change proves that the files are the same: such
-times are coarse."""
+"""Least age, in seconds, of a folder's last change at which an equal time of change proves equal files: times of change
+are coarse."""
 
 
 class Versions:
@@ -89,7 +89,8 @@ class Versions:
             when_behind: "whole" = all rows of the newest version if the changes since `shown` are not there; "error" =
                 PublishError.
             stop, cap: passed to `Changes`.
-            compares: whether a whole snapshot is compared with `shown`, which takes a while; False = all its rows.
+            compares: whether a whole snapshot is compared with `shown`, which takes a while; False = all its rows are
+                the changes.
 
         Raises:
             PublishError: the changes since `shown` are not there, and `when_behind` is "error".
@@ -116,7 +117,7 @@ class Versions:
             chain = [replace(link, before=tuple(links[:n])) for n, link in enumerate(links)]
             if cap is None or TableVersion.of(chain[first - 1]).history == shown.history:
                 return [Changes(link, False, stop, cap) for link in chain[first:]]
-            wants_whole = True  # Another choice of rows has stayed.
+            wants_whole = True  # Under the cap, the sink has other rows than this chain gives.
         if compares and cap is None and not wants_whole and version.sequence > shown.sequence:
             changed = self._changed_since(shown, newest)
             if changed is not None:
@@ -129,8 +130,8 @@ class Versions:
         return [Changes(newest, True, stop, cap)]
 
     def _changed_since(self, shown: TableVersion, newest: PartedSnapshot) -> LinkedRows | None:
-        """Changes of a snapshot that does not go on from the one that a sink shows. None if that one is not there, or
-        if all rows must be read."""
+        """Changes from the version that a sink shows to a snapshot that does not go on from it. None if the folder does
+        not have the sink's version, or if all rows must be read."""
         found = self.look()
         for one in found.snapshots():
             if one.info.identity == shown.identity and one.name not in found.broken():
