@@ -5,8 +5,9 @@
     <sequence>-<identity>.gone.parquet             keys that have no row any more: keys, tables
 
     {"format": 1, "versions": [{"version": {...}, "whole": true, "rows": file, "gone": file or null, "num_rows": n,
-     "num_gone": n}, ...], "choice": {tables, state and format of the rows},
-     "former": [files of the versions before the first one]}
+     "num_gone": n, "rows_sum": CRC-32 of the file, "gone_sum": the same, or null}, ...],
+     "choice": {tables, state and format of the rows}, "former": [files of the versions before the first one],
+     "crc32": CRC-32 of the object without this field, as Python's `json.dumps` writes it}
 
 Invariants:
 - the manifest is replaced, atomically, after the files that it names are durable;
@@ -27,7 +28,7 @@ from oneemb.rows.files_parquet import ParquetWriter
 from oneemb.rows.files_safetensors import NewTensor, SafetensorsWriter, write_safetensors
 from oneemb.sinks.changes import Changes
 from oneemb.sinks.folder_lock import FolderLock
-from oneemb.sinks.version import TableVersion, choice_of, read_json, unused_stem, write_json
+from oneemb.sinks.version import TableVersion, choice_of, read_json, sum_of, unused_stem, write_json
 from oneemb.storage.errors import CorruptTableError, FormatVersionError
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path, doing
 from oneemb.storage.new_files import new_files
@@ -102,9 +103,11 @@ class FileSink:
             if len(id_N):
                 self._write_gone(table_N, id_N, gone)
             self._fs.sync_directory(self._folder)
+            rows_sum, gone_sum = self._sum_of(rows), self._sum_of(gone) if len(id_N) else None
         entry = {
             "version": changes.version.to_fields(), "whole": changes.is_whole, "rows": rows,
             "gone": gone if len(id_N) else None, "num_rows": num_rows, "num_gone": len(id_N),
+            "rows_sum": rows_sum, "gone_sum": gone_sum,
         }  # fmt: skip
         versions, former = [*manifest["versions"], entry], manifest["former"]
         if changes.is_whole:
@@ -172,6 +175,10 @@ class FileSink:
                 for name, column in columns.items()
             }
             write_safetensors(out, tensors, {})
+
+    def _sum_of(self, file: str) -> int:
+        with open(f"{self._folder}/{file}", "rb") as written:
+            return sum_of(written)
 
     def _remove_others(self, kept: set[str]) -> None:
         """Remove files of sinks that the manifest does not name, such as those of killed publishers."""

@@ -25,7 +25,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.sinks.changes import Changes
 from oneemb.sinks.folder_lock import FolderLock
 from oneemb.sinks.turns import Turns
-from oneemb.sinks.version import TableVersion, choice_of, read_json, unused_stem, write_json
+from oneemb.sinks.version import TableVersion, choice_of, read_json, sum_of, unused_stem, write_json
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path, doing
 from oneemb.storage.hash_index import HashIndex
@@ -33,7 +33,6 @@ from oneemb.storage.new_files import new_files
 
 _ADDED = 1024
 """Vectors that are added while searches wait."""
-_READ_BYTES = 1 << 20
 _OURS = re.compile(r"\d{12,}-[0-9a-f]{32}(-\d+)?\.(faiss|usearch|ids)(\.tmp)?")
 
 
@@ -361,9 +360,7 @@ class IndexSink:
     def _check_sum(self, file: IO[bytes], path: str, expected: int) -> None:
         """Compare the sum of a file's bytes with its sum when it was written, and go back to its begin."""
         with doing("read", path):
-            found = 0
-            while data := file.read(_READ_BYTES):
-                found = zlib.crc32(data, found)
+            found = sum_of(file)
             file.seek(0)
         if found != expected:
             raise CorruptTableError(

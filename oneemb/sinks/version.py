@@ -3,8 +3,9 @@
 import hashlib
 import json
 import operator
+import zlib
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import FileSystem, doing, read_file
@@ -12,6 +13,9 @@ from oneemb.storage.new_files import replace_file
 from oneemb.storage.snapshots.row_cap import RowCap
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
+
+_SUM = "crc32"
+_READ_BYTES = 1 << 20
 
 
 class PublishError(StorageError):
@@ -102,13 +106,31 @@ def unused_stem(stem: str, named: Collection[str]) -> str:
 
 
 def read_json(fs: FileSystem, path: str) -> object:
-    """Object in a JSON file; None = there is no file. CorruptTableError if the file holds no JSON."""
+    """Object in a JSON file; None = there is no file. CorruptTableError if the file holds no JSON, or its bytes are
+    others than `write_json` wrote."""
     data = read_file(fs, path)
-    return None if data is None else load_json(data, path)
+    found = None if data is None else load_json(data, path)
+    if isinstance(found, dict) and _SUM in found:
+        expected, has = found.pop(_SUM), zlib.crc32(json.dumps(found).encode())
+        if has != expected:
+            raise CorruptTableError(
+                f"{path} must have {_SUM} {expected}, as it was written, it has {has}; restore it from a copy, or"
+                " remove it, and the sink gets all rows again"
+            )
+    return found
 
 
-def write_json(fs: FileSystem, path: str, value: object) -> None:
-    """Replace a JSON file, durably and atomically."""
+def write_json(fs: FileSystem, path: str, value: dict[str, Any]) -> None:
+    """Replace a JSON file, durably and atomically. The file gets the CRC-32 of the other fields, too."""
     with doing("write", path):
-        replace_file(fs, path, json.dumps(value).encode())
+        summed = value | {_SUM: zlib.crc32(json.dumps(value).encode())}
+        replace_file(fs, path, json.dumps(summed).encode())
         fs.sync_directory(path.rpartition("/")[0])
+
+
+def sum_of(file: IO[bytes]) -> int:
+    """CRC-32 of all bytes of a file."""
+    found = 0
+    while data := file.read(_READ_BYTES):
+        found = zlib.crc32(data, found)
+    return found

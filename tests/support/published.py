@@ -5,6 +5,7 @@ The oracle of a version is a dict {(table, id): bytes of the float32 weights}, t
 
 import functools
 import json
+import zlib
 
 import numpy as np
 import redis
@@ -169,9 +170,13 @@ def read_files(folder, format):
         manifest = json.loads((folder / "MANIFEST.json").read_text())
     except FileNotFoundError:
         return None, {}
+    expected = manifest.pop("crc32")
+    check_sum("MANIFEST.json", json.dumps(manifest).encode(), expected)
     rows = {}
     for number, one in enumerate(manifest["versions"]):
         assert one["whole"] == (number == 0)
+        for kind in ("gone", "rows") if one["gone"] else ("rows",):
+            check_sum(one[kind], (folder / one[kind]).read_bytes(), one[f"{kind}_sum"])
         if one["gone"]:
             columns = _columns(folder / one["gone"], format)
             for key in zip(columns["tables"].tolist(), columns["keys"].tolist(), strict=True):
@@ -181,6 +186,11 @@ def read_files(folder, format):
         for table, id, row in zip(columns["tables"].tolist(), columns["keys"].tolist(), columns["values"], strict=True):
             rows[table, id] = np.asarray(row, np.float32).tobytes()
     return manifest["versions"][-1]["version"]["name"], rows
+
+
+def check_sum(name, data, expected):
+    if zlib.crc32(data) != expected:
+        raise ValueError(f"{name} is damaged")
 
 
 def _columns(path, format):
