@@ -160,8 +160,6 @@ def test_a_publisher_killed_at_any_call_leaves_a_whole_version_and_the_next_goes
     assert len(seen) > 4 and seen[0] == "v0" and seen[-1] == "v1"
 
 
-# Kinds begin at different calls, so that those with the same code take turns.
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
 def shown(place, job):
     """Name of the version that a sink shows, whose rows are compared; "error" if it cannot be read."""
     try:
@@ -205,6 +203,8 @@ def test_a_flipped_bit_of_a_sinks_files_is_an_error_or_changes_nothing(kind, job
     assert seen["error"] or kind == "function"
 
 
+# Kinds begin at different calls, so that those with the same code take turns.
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ON_DISK)
 def test_a_disk_that_is_full_at_any_call_is_an_error_and_the_next_call_goes_on(
     kind, stride, job, tmp_path, monkeypatch
