@@ -48,16 +48,17 @@ _OVERLAY_PART, _OVERLAY_KEY_BYTES, _OVERLAY_MIN = 4, 27, 1 << 14
 _LIST_PART = 8
 # Bytes of a key in a full shard in memory, and in memory for one in the file, for estimates.
 _HOT_KEY_BYTES, _COLD_KEY_BYTES = 13, 1.7
-# A load has at most this number of passes, so that it may hold such a part of the index beyond the limit.
+# Largest number of passes of a load, so a pass has 1 / _PASSES_MAX of the shards or more, even beyond the limit.
 _PASSES_MAX = 16
-# Blocks that are read at once: those of a piece of compaction, which finds keys and puts them then.
+# Blocks that are read at once: enough for a piece of compaction, which finds its keys and then puts them, so that the
+# put reads no block again.
 _READ_BLOCKS = 4096
 # Bytes of the buffer of reads, and at least those of the buffer of writes.
 _BUFFER_BYTES = _READ_BLOCKS * BLOCK_BYTES
 
 
 class BlockFile(Protocol):
-    """File of blocks in extents of EXTENT_BLOCKS blocks. It may be lost with the process."""
+    """File of blocks in extents of EXTENT_BLOCKS blocks. The file may be lost with the process."""
 
     @property
     def nbytes(self) -> int:
@@ -225,8 +226,9 @@ class ColdIndex:
             self._trim()
 
     def loading(self, keys: int, *, must_write: bool = True) -> Iterator[int]:
-        """Load `keys` keys into the index, which is empty, in passes: yields the number of each pass, in which the
-        caller gives all keys to `put_new`. The index takes those of some shards and then writes these shards.
+        """Load `keys` keys into the index, which is empty, in passes: yields the number of each pass. In a
+        pass the caller gives all keys to `put_new`; the index takes the keys of some shards, and writes these shards at
+        the end of the pass.
 
         Args:
             must_write: whether the load fails if a shard cannot be written; otherwise the shard stays in memory, beyond

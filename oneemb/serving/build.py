@@ -35,6 +35,7 @@ from oneemb.storage.serving.layered_file import LayeredFile
 from oneemb.storage.serving.room import RoomFullError
 from oneemb.storage.serving.served_file import ServedInfo, row_bytes_of
 from oneemb.storage.serving.served_writer import remove_unfinished_files, write_served_file
+from oneemb.storage.snapshots.linked_rows import every_key
 from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.row_cap import KeysIn, RowCap
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot, look_at
@@ -172,7 +173,7 @@ def make_file(
     weights = format.dtype if dtype == "float32" or dtype == format.dtype else dtype
     with ExitStack() as opened:
         rows = opened.enter_context(owned_rows(snapshot, 0, 1))
-        every_table_N = rows.keys(lambda table_N, id_N: np.ones(len(id_N), np.bool_))[0]
+        every_table_N = rows.keys(every_key)[0]
         count = len(embedding.get("tables", ())) or 1 + int(every_table_N.max(initial=0))
         served = tuple(range(count)) if tables is None else tuple(tables)
         if not served or len(set(served)) < len(served) or not set(served) <= set(range(count)):

@@ -3,7 +3,7 @@
 Invariants:
 - a lookup reads one version of the rows, chosen at its beginning; a newer version replaces it between two lookups, and
   lookups never wait for it;
-- the file of a version is unmapped when the last lookup that reads it has ended;
+- the files of a version are unmapped when the last lookup that reads them has ended;
 - rows served as trained have the same bits as in `EvalGraph` and in lookups in eval mode.
 """
 
@@ -75,16 +75,16 @@ class InferenceEmbedding(Following, torch.nn.Module):
 
         Args:
             path: the persistent path of the training job, or the paths of its ranks; or a file that `oneemb quantize`
-                has made, which fixes snapshot, dtype and tables; or a URL to which `oneemb push` has pushed, such as
-                `s3://bucket/items`, or `<url>.rows/<embedding>` of a `graph.save(url)`.
+                has made, which fixes snapshot, dtype, tables and `max_rows`; or a URL to which `oneemb push` has
+                pushed, such as `s3://bucket/items`, or `<url>.rows/<embedding>` of a `graph.save(url)`.
             snapshot: name of the snapshot; None = the newest.
             dtype: dtype of the weights in the file, as text or torch's: "float32" = the weights as trained, bit for
                 bit. Lookups give float32 for the other formats.
             tables: numbers of the served tables, in the order of columns of ids; None = all.
             absent: values of an id without a row: "initial" = its initial row in training, not rounded to `dtype`; or
                 "zeros".
-            folder: folder for served files; None = `serving` in the first path. With a URL it must be given, and has a
-                copy of the served snapshot, too, of which newer ones need only what is new.
+            folder: folder for served files; None = `serving` in the first path. With a URL it must be given, and
+                has a copy of the served snapshot too; for a newer snapshot only what the copy lacks is downloaded.
             verify: compare all rows with their checksums now, instead of when a row is first read.
             num_threads: None = one for each core.
             max_rows: largest number of rows, of the served tables together; None = all. Rows with the highest scores of
@@ -128,7 +128,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
                 source = source_of(paths, folder, served_dtype, chosen)
             source = source._replace(cap=cap)
             opened = open_snapshot(source, snapshot, threads=threads)
-            assert opened is not None  # without `stop` and `above` there is always a file
+            assert opened is not None  # without `stop` and `served` there is always a file
             file = opened
         if verify:
             file.verify()

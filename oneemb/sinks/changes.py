@@ -13,7 +13,7 @@ import numpy as np
 from oneemb.rows.files import RowsOfFile
 from oneemb.rows.values import state_of, weights_of
 from oneemb.sinks.version import TableVersion
-from oneemb.storage.snapshots.linked_rows import LinkedRows
+from oneemb.storage.snapshots.linked_rows import LinkedRows, every_key
 from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.row_cap import CappedChanges, KeysIn, RowCap, capped_changes
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
@@ -147,7 +147,7 @@ class Changes:
             *links, before = self.snapshot.before
             kept = cap.rows_of(replace(before, before=tuple(links)), chosen)
             with self._opened(False) as rows:
-                written = rows.keys(lambda table_N, id_N: np.ones(len(id_N), np.bool_))
+                written = rows.keys(every_key)
             self._capped[chosen] = capped_changes(kept.keys, cap.rows_of(self.snapshot, chosen), written)
         return self._capped[chosen]
 

@@ -120,8 +120,9 @@ def clean_store(
 
 
 def clean_parts(store: ObjectStore, writer: str) -> None:
-    """Remove the parts of snapshots that are not, or no longer, in the store, with their objects. Unlike `clean_store`
-    it lists no objects, so it finds none that a push without a text has left. Raises as `clean_store`."""
+    """Remove the parts of snapshots that are not, or no longer, in the store, with their objects. Unlike `clean_store`,
+    the call lists no objects, so objects of a push that was killed before it described its part stay. Raises as
+    `clean_store`."""
     with Cleaning(store, writer) as mark:
         _clean_parts(store, 0.0, mark)
 
@@ -138,7 +139,7 @@ def _clean_parts(store: ObjectStore, older_than_s: float, mark: Cleaning) -> tup
             continue
         try:
             unneeded.append(((name, identity, shard), _objects_of(get_part(store, name, identity, shard))))
-        except CorruptTableError:  # Its objects are found among all objects.
+        except CorruptTableError:  # `clean_store` finds the objects of this part among all objects.
             unneeded.append(((name, identity, shard), {}))
     result = CleanResult()
     for part, objects in unneeded:

@@ -63,7 +63,7 @@ def pull(
         OtherTableError: the folder has chunks of another table.
         StorageError: the store or a file cannot be used.
         TypeError: an argument is of a wrong type.
-        ValueError, ImportError: the URL is none that fsspec knows, or a folder in the table's; or a package is
+        ValueError, ImportError: fsspec does not know the URL, or it is a folder in the table's; or a package is
             missing.
     """
     store, folder = store_beside(url, path, names, options)
@@ -137,8 +137,8 @@ def _remove(new: str) -> None:
 
 
 def _empty(new: str) -> None:
-    """Remove all from the folder of a pull but the file that shows that it is one: the next pull goes on if this call
-    is cut short."""
+    """Empty the folder of a pull, except for the file `url`, which shows that a pull made the folder: if this call is
+    cut short, the next pull goes on."""
     for entry in os.scandir(new):
         if entry.name != "url":
             shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.remove(entry.path)
@@ -150,7 +150,7 @@ class Pull:
 
     def __init__(self, store: ObjectStore, new: str, progress: Progress | None = None):
         self._fs, self._store, self._new, self._moved = LocalFileSystem(), store, new, Progressing(progress)
-        # {path that this pull has written or found: the part of a chunk that it was checked for}
+        # {path that this pull has written or found: part of a chunk that the file was checked for}
         self._chunk_files: dict[str, ChunkPart] = {}
         self.bytes_downloaded = 0
 

@@ -50,7 +50,7 @@ class PushResult:
     """Result of a push.
 
     Args:
-        snapshots: names of the pushed snapshots, now or earlier, of which the store has all parts.
+        snapshots: names of the snapshots of which the store has all parts, pushed by this call or earlier.
         pushed: names of the snapshots of which this call has written a part.
         waiting: names of the snapshots of which other ranks have parts that are not in the store yet.
         gone: names of the snapshots that the job has deleted or replaced during the call.
@@ -85,7 +85,7 @@ def push(
         OtherTableError: the store has snapshots of another table.
         StorageError: there is no table, or the store or a file cannot be used.
         TypeError: an argument is of a wrong type.
-        ValueError, ImportError: the URL is none that fsspec knows, or a folder in the table's; or a package is
+        ValueError, ImportError: fsspec does not know the URL, or it is a folder in the table's; or a package is
             missing.
     """
     store, folder = store_beside(url, path, names, options)
@@ -230,7 +230,7 @@ class _Push:
 
     def _check_same(self, part: Part, chunk: ChunkPart) -> None:
         """Raise StorageError if the store has a chunk of this number with other keys. The last checksum of a file of
-        keys covers all of it, and each longer version of the file has this checksum at the same place."""
+        keys covers all of it, and stays at its place when the file grows."""
         whole = part.whole
         folder = "." if whole.shards == 1 else rank_folder_name(whole.shard, whole.shards)
         path = chunk_paths(f"{part.folder}/chunks", chunk.number)[1]

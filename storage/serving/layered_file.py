@@ -3,7 +3,7 @@
 Invariants:
 - each layer goes on from the version that the file and the layers before it make up: the identities are compared;
 - all blocks of a layer are compared with their checksums before a lookup reads the layer;
-- the arrays of the file are shared with the versions before, so what a version costs grows with its layers alone.
+- all versions with the same file share its arrays, so a further version takes memory and time for its layers only.
 """
 
 import math
@@ -27,7 +27,7 @@ class LayeredFile:
     Args:
         base: the file; `room`, in which it is mapped, has places for the layers.
         layers: paths of the layers, the oldest first; none = the file alone.
-        before: another version of the same file, whose open layers are used again.
+        before: open version with the same file; its open layers are used again.
 
     Raises:
         FileNotFoundError: a layer is not there.

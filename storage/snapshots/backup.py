@@ -11,7 +11,8 @@ Invariants:
 - the folder that is copied is only read, and no lock is taken;
 - a snapshot is in the copy completely or not at all; a killed backup is continued by the next one;
 - a chunk that the copy has already is used only if its keys are those that the snapshot was saved with;
-- a damaged chunk replaces no file of the copy, since a chunk is compared with its checksums before it is copied;
+- a damaged chunk replaces no file of the copy, since a chunk is compared with its checksums before it is copied,
+  unless `verify` is False;
 - nothing is copied for a snapshot whose own file is damaged.
 """
 
@@ -54,12 +55,12 @@ class BackupResult:
     """Result of a backup.
 
     Args:
-        snapshots: names of the snapshots that the copy has now, of those that the folder had.
-        copied: those among them that this call has copied.
+        snapshots: names of the snapshots of the folder that the copy has now.
+        copied: names of the snapshots that this call has copied.
         gone: names of snapshots that the job has deleted or replaced meanwhile.
         incomplete: {name of a snapshot that cannot be copied: reason}. Its files are damaged, or a part or the parent
             of a delta is missing.
-        bytes_written: bytes of files that were copied, those that share their blocks with the original included.
+        bytes_written: bytes of copied files, also of files that share their blocks with the original.
     """
 
     snapshots: list[str] = field(default_factory=list)
@@ -101,7 +102,7 @@ def backup_folder(
 
 def link_parts(path: str, to: str) -> None:
     """Link, or copy, the parts of snapshots in the table at `path` into the table at `to`, whether or not the other
-    parts of the snapshots exist. They are marked as unfinished, if there are others.
+    parts of the snapshots exist. A part that has other parts is marked as unfinished.
 
     Raises:
         LockedError: a job uses `to`.
@@ -177,7 +178,7 @@ class _Backup:
             self.result.copied.append(snapshot.name)
 
     def run_parts(self) -> None:
-        """Copy each part by itself, and mark it if it has others."""
+        """Copy each part by itself, and mark a part that has other parts."""
         found = look_at([self._path])
         self._check_not_in_use(found)
         for part in sorted(found.parts, key=lambda part: part.info.sequence):
@@ -301,7 +302,7 @@ class _Backup:
             raise _other_keys(source, copy)
 
     def _copy_file(self, source: str, copy: str, size: int, *, link: bool = False) -> None:
-        """Put the first `size` bytes of a file in place of the copy, durably; a link has all of the file."""
+        """Replace a file of the copy by the first `size` bytes of the source, durably; or by a link to all of it."""
         if link:
             with doing("link", copy):
                 with suppress(FileNotFoundError):
@@ -321,7 +322,7 @@ class _Backup:
             return
         with doing("write", copy), new_file(self._fs, copy) as new:
             if _cloned(source, new):
-                os.ftruncate(new.stream.fileno(), size)  # Behind it is what the job is about to write.
+                os.ftruncate(new.stream.fileno(), size)  # Behind `size` is data that the job has not finished.
             else:
                 for piece in self._pieces(source, size):
                     new.write(piece)

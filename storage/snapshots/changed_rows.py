@@ -17,7 +17,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import OtherSnapshotError, SnapshotNotFoundError, StorageError
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.rows.row_format import RowFormat
-from oneemb.storage.snapshots.linked_rows import LinkedRows
+from oneemb.storage.snapshots.linked_rows import LinkedRows, every_key
 from oneemb.storage.snapshots.owned_rows import open_part
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
@@ -61,7 +61,7 @@ def _changed_rows(old: PartedSnapshot, new: PartedSnapshot) -> LinkedRows | None
     if SHARE_MAX * count > sum(map(_count, new_bits.values())):
         return None
     chosen, written = _choose(after, changed), HashIndex(Threads(1), count)
-    written.put(*LinkedRows([chosen]).keys(_every_key), np.zeros(count, np.int64))
+    written.put(*LinkedRows([chosen]).keys(every_key), np.zeros(count, np.int64))
     former = LinkedRows([_choose(before, _without(old_bits, new_bits))])
     return LinkedRows([chosen], gone=former.keys(lambda table_N, id_N: written.find(table_N, id_N) < 0))
 
@@ -87,7 +87,7 @@ def _current(links: _Links) -> _Bits:
         if n:
             for reader in links[n]:
                 gone = gone_keys(reader.array(GONE) if GONE in reader.arrays else None, reader.info.name)
-                for keys in [*reader.keys(_every_key), gone]:
+                for keys in [*reader.keys(every_key), gone]:
                     later.put(*keys, np.zeros(len(keys[1]), np.int64))
     return found
 
@@ -162,7 +162,3 @@ def _is_removed(snapshot: PartedSnapshot) -> bool:
     except StorageError:
         pass  # It is damaged.
     return False
-
-
-def _every_key(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
-    return np.ones(len(id_N), np.bool_)

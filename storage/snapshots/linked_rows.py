@@ -47,7 +47,7 @@ class LinkedRows:
             if len(self._links) == 1 and self._keep is None:
                 self._count = sum(len(reader) for reader in self._links[0])
             else:
-                self._count = sum(len(id_N) for _, id_N in self._keys(_every_key))
+                self._count = sum(len(id_N) for _, id_N in self._keys(every_key))
         return self._count
 
     def keys(self, keep: Keep) -> tuple[np.ndarray, np.ndarray]:
@@ -73,14 +73,14 @@ class LinkedRows:
         later, found = HashIndex(Threads(1)), [(np.empty(0, np.int32), np.empty(0, np.int64))]
         for link in reversed(self._links):
             for reader in link:
-                for keys in reader.keys(_every_key):  # A key that a delta lists as gone and as written is written.
+                for keys in reader.keys(every_key):  # A key that a delta lists as gone and as written is written.
                     later.put(*keys, np.zeros(len(keys[1]), np.int64))
             for reader in link:
                 table_N, id_N = self._gone(reader)
                 new = later.find(table_N, id_N) < 0
                 found.append((table_N[new], id_N[new]))
                 later.put(*found[-1], np.zeros(int(new.sum()), np.int64))
-        keep = self._keep or _every_key
+        keep = self._keep or every_key
         table_N, id_N = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
         kept = keep(table_N, id_N)
         return table_N[kept], id_N[kept]
@@ -91,7 +91,7 @@ class LinkedRows:
         snapshots since they were opened."""
         for reader, newest in self._newest_first():
             if len(reader):
-                yield from reader.scan(batch, self._keep if newest is _all_of else newest(self._keep or _every_key))
+                yield from reader.scan(batch, self._keep if newest is _all_of else newest(self._keep or every_key))
 
     def _newest_first(self) -> Iterator[tuple[SnapshotReader, _Narrow]]:
         """Yield each reader, from the last snapshot back, with a function that restricts a `keep` to keys that no later
@@ -103,7 +103,7 @@ class LinkedRows:
                 yield reader, narrow
             if n:
                 for reader in self._links[n]:
-                    for keys in [*reader.keys(_every_key), self._gone(reader)]:
+                    for keys in [*reader.keys(every_key), self._gone(reader)]:
                         later.put(*keys, np.zeros(len(keys[1]), np.int64))
 
     @staticmethod
@@ -131,7 +131,8 @@ class LinkedRows:
         self.close()
 
 
-def _every_key(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+def every_key(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+    """Keep all keys: a `keep` for `LinkedRows` and `SnapshotReader`."""
     return np.ones(len(id_N), np.bool_)
 
 

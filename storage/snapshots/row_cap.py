@@ -19,7 +19,7 @@ from oneemb.kernels.score_rows import ties_of
 from oneemb.kernels.shard_rows import least_of
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
-from oneemb.storage.snapshots.linked_rows import LinkedRows
+from oneemb.storage.snapshots.linked_rows import LinkedRows, every_key
 from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
@@ -74,7 +74,7 @@ class RowCap:
         """
         links = (*snapshot.before, snapshot)
         chain = (None if tables is None else tuple(tables), *(link.info.identity for link in links))
-        keep = _every_key if tables is None else _OfTables(tables)
+        keep = every_key if tables is None else _OfTables(tables)
         with self._lock:
             known, n = None, len(links)
             while n and (known := self._known.get(chain[: 1 + n])) is None:
@@ -97,7 +97,7 @@ class RowCap:
                     new = later.find(table_N, id_N) < 0
                     found.append((table_N[new], id_N[new], rank_N[new]))
                 if n:
-                    for table_N, id_N in (rows.keys(_every_key), rows.gone()):
+                    for table_N, id_N in (rows.keys(every_key), rows.gone()):
                         later.put(table_N, id_N, np.zeros(len(id_N), np.int64))
         return self._most(found, True)
 
@@ -106,7 +106,7 @@ class RowCap:
         other rows may come back."""
         changed = HashIndex(self._threads)
         with _of_link(link) as rows:
-            for table_N, id_N in (rows.keys(_every_key), rows.gone()):
+            for table_N, id_N in (rows.keys(every_key), rows.gone()):
                 changed.put(table_N, id_N, np.zeros(len(id_N), np.int64))
             found = list(_ranked(rows, link, n, keep))
         same = changed.find(known.table_N, known.id_N) < 0
@@ -193,7 +193,3 @@ class _OfTables:
 
     def __call__(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
         return np.isin(table_N, self._table_C)
-
-
-def _every_key(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
-    return np.ones(len(id_N), np.bool_)

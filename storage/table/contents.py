@@ -75,7 +75,7 @@ class Contents:
 
     @contextmanager
     def no_compaction(self) -> Iterator[None]:
-        """No compaction runs while the `with` block does. Waits for the one that runs, with the lock released, so the
+        """Let no compaction run during a `with` block. Waits for a compaction at work, with the lock released, so the
         block must check that the table is still open."""
         compactor: Compactor | None = None
         while compactor is not self.compactor:  # A call that ran meanwhile may have made a new one.
@@ -84,7 +84,7 @@ class Contents:
         try:
             yield
         finally:
-            if compactor is self.compactor:  # One whose rows were replaced has nothing to move any more.
+            if compactor is self.compactor:  # A compactor whose rows were replaced has nothing to move.
                 compactor.resume()
 
     def clear(self) -> None:
@@ -212,7 +212,7 @@ class Contents:
             self._cold_file.close()
 
     def _end(self, *, cancel: bool) -> None:
-        remover, self._files.remover = self._files.remover, None  # What is removed from now on is removed at once.
+        remover, self._files.remover = self._files.remover, None  # From now on a call removes files itself.
         syncer, self._files.syncer = self._files.syncer, None
         for beside in (self._writes, self.index_thread, remover, syncer):
             if beside is not None:
