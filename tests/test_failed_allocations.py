@@ -20,9 +20,9 @@ def library(tmp_path_factory):
     return target
 
 
-def run(library, store, folder, stride, *operations):
+def run(library, store, folder, stride, *operations, program="failing_allocations"):
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", str(SUPPORT / "failing_allocations.py"), library, store, folder,
+        [sys.executable, "-X", "faulthandler", str(SUPPORT / f"{program}.py"), library, store, folder,
          str(stride), *operations],
         env={
             "LD_PRELOAD": str(library), "PATH": "/usr/bin:/bin", "HOME": str(Path.home()),
@@ -32,8 +32,7 @@ def run(library, store, folder, stride, *operations):
     )  # fmt: skip
     *wrong, tried = done.stdout.splitlines() or [""]
     assert done.returncode == 0 and not any(wrong), done.stdout + done.stderr[-4000:]
-    failures, broken = (int(word) for word in tried.split() if word.isdigit())
-    return failures, broken
+    return [int(word) for word in tried.split() if word.isdigit()]
 
 
 SOME = {
@@ -53,3 +52,17 @@ def test_memory_that_runs_out_harms_nothing_or_breaks_the_store(library, store, 
 def test_memory_that_runs_out_in_any_call_harms_nothing_or_breaks_the_store(library, store, tmp_path):
     failures, broken = run(library, store, tmp_path / "rows", 1)
     assert failures > 100 and broken < failures / 4
+
+
+# Arrow ends the process (std::bad_alloc) if it gets no memory, so there is no "parquet".
+@pytest.mark.parametrize(
+    ("kind", "stride"),
+    [("table", 12), ("server", 20)]
+    + [
+        pytest.param(kind, 1, marks=pytest.mark.slow)
+        for kind in ("function", "safetensors", "served", "table", "faiss", "usearch", "server")
+    ],
+)
+def test_memory_that_runs_out_in_a_publisher_or_a_server_leaves_a_whole_version(library, kind, stride, tmp_path):
+    (failures,) = run(library, kind, tmp_path, stride, program="failing_sinks")
+    assert failures > 3
