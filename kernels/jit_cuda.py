@@ -243,11 +243,11 @@ _CASTS: dict[Any, Any] = {
 def _cast_of_result(dispatcher: Any, args: tuple[Any, ...]) -> Any:
     """The function that gives the result of a rule, called with `args`, its NumPy type."""
     kinds = tuple(map(numba.typeof, args))
-    with global_compiler_lock:  # A version can be called a moment before another thread lists it.
-        versions = dict(dispatcher.overloads)
-    resolved = versions.get(kinds)
+    with global_compiler_lock:  # A compiled rule can be called a moment before it is listed.
+        overloads = dict(dispatcher.overloads)
+    resolved = overloads.get(kinds)
     if resolved is None:
-        resolved = next(iter(versions.values())) if len(versions) == 1 else None
+        resolved = next(iter(overloads.values())) if len(overloads) == 1 else None
     assert resolved is not None, f"{dispatcher.py_func.__name__} has no version for {kinds}"
     kind = resolved.signature.return_type
     if not isinstance(kind, types.BaseTuple):

@@ -1,5 +1,5 @@
-"""Hash index of 10 bytes a cell, for the many keys of a table on disk: 12 to 16 bytes a key, 14 on
-average, from a million keys on.
+"""Hash index of 10 bytes a cell, for the many keys of a table on disk: from a million keys on, 12 to 16 bytes a key, 14
+on average.
 
 Cells are described in `kernels/compact_index.py`. Shards are those of `HashIndex`. A shard with few keys has no lines:
 its keys are in the spill, a `HashIndex` with cells of 16 bytes. Keys that find no room in a full shard are in the

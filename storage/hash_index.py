@@ -54,7 +54,7 @@ PHASE_P = np.array([int(f"{p:08b}"[::-1], 2) for p in range(SHARDS)]) / SHARDS
 offsets of neighbouring shards lie far apart."""
 
 NO_ORDER = np.empty(0, np.int64)
-"""Argument of `in_shards` of a caller that needs no order."""
+"""`order_U` for `in_shards`, if the caller needs no order."""
 
 
 def check_tables(table_U: np.ndarray) -> None:
@@ -172,9 +172,9 @@ class HashIndex:
     def in_shards(
         self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, order_U: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The cells of keys, int64 [U, 2], shard by shard, each shard the work of one thread, within a shard in the
-        order given; and where each shard begins among them, int64 [P + 1], which come first. order_U[i] = the key of
-        cell i, unless `order_U` is empty. Raises ValueError if a table is invalid."""
+        """Sort keys by shard. Returns the begin of each shard among the cells, int64 [P + 1], and the cells of the
+        keys, int64 [U, 2], within a shard in the order given. Writes the number of the key of cell i to order_U[i],
+        unless `order_U` is empty. Raises ValueError if a table is invalid."""
         assert len(place_U) == 0 or 0 <= place_U.min() <= place_U.max() <= PLACE_MAX
         check_tables(table_U)
         shard_U, count_KP = self._count(table_U, id_U)

@@ -206,7 +206,7 @@ class ServedModel(Following):
                 _log.exception("%s: on_change raised an error", self._path)
 
     def _load(self, stop: Callable[[], bool], after: ModelVersion | None) -> ModelVersion | None:
-        """The version of the checkpoint; None if `stop` returned True. StorageError if it is older than `after`."""
+        """Model version of the checkpoint; None if `stop` returned True. StorageError if it is older than `after`."""
         while True:
             checkpoint = self._source.read()
             try:
@@ -257,7 +257,8 @@ class ServedModel(Following):
         before: Version | None, now: LayeredFile | None,
     ) -> LayeredFile | None:  # fmt: skip
         """Open rows of one embedding of the checkpoint; None if `stop` returned True. StorageError if the snapshot is
-        older than `before`, which is still at its source. `now`: the rows that serve, of any version."""
+        older than `before`, which is still at its source. `now`: the rows that serve, with which the result
+        may share memory."""
         wanted, identity = snapshot["oneemb_snapshot"], snapshot.get("oneemb_identity")
         if wanted is None:
             raise StorageError(f"{self._path} was saved before embedding {name!r} had a row; train it, and save again")

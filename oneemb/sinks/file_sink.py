@@ -50,8 +50,9 @@ class FileSink:
         format: "parquet" or "safetensors".
         tables: numbers of the tables to publish; None = all.
         with_state: if True, publish the optimizer state too.
-        merge_after: number of versions after which all rows are written anew, so that readers need not read more.
-        merge_share: the same, once deltas have more rows than this share of the last whole version.
+        merge_after: number of deltas after which all rows are written anew, so that a reader reads no more of them.
+        merge_share: share of the rows of the first version; all rows are also written anew once deltas have more rows
+            than that.
         max_rows: largest number of rows, of these tables together; None = all. Rows with the highest scores of a policy
             stay; without a policy, rows that the latest deltas have written.
 

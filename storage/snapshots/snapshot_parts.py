@@ -73,7 +73,7 @@ def _rank_folders(path: str) -> list[str]:
             if match and int(match[1]) < int(match[2]):
                 ranked.append((int(match[2]), int(match[1]), os.path.join(path, name)))
     except OSError:
-        pass  # There is none.
+        pass  # There is no such folder.
     return [folder for _, _, folder in sorted(ranked)]
 
 

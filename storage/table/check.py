@@ -244,7 +244,7 @@ class _Check:
             try:
                 path = chunk_paths(f"{self._path}/chunks", part.number)[1]
                 return read_keys(self._fs, path, record.geometry, part), row_N
-            except CorruptTableError as error:  # Of this part, which may be shorter than that of another snapshot.
+            except CorruptTableError as error:  # This part may be shorter than that of another snapshot.
                 self._problem(error, [record.info.name])
                 found.lost_unknown += len(row_N)
                 return None

@@ -68,7 +68,7 @@ class SnapshotReader:
         self.info = record.info
         self.folder = path
         self.parts = {part.number: part for part in record.parts}
-        """{number of a chunk that the snapshot needs: description of its keys}."""
+        """{number of a chunk: part of the chunk that the snapshot needs}."""
         self.only: dict[int, np.ndarray] | None = None
         """{chunk: bits of the rows that `scan` and `keys` read}; None = all rows of the snapshot."""
 

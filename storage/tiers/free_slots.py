@@ -28,8 +28,8 @@ class FreeSlots:
 
     Args:
         arange: function that makes an array of 0 to size - 1, int64 [size], in the tier's place.
-        empty: function that makes an array of int64 [size], not initialized, in the tier's place. To write the whole
-            stack of a large tier when it grows would take as long as several steps.
+        empty: function that makes an array of int64 [size], not initialized, in the tier's place. `arange`
+            would write the whole stack, which takes as long as several steps in a large tier.
     """
 
     def __init__(self, arange: Callable[[int], Array] = np.arange, empty: Callable[[int], Array] = _empty):

@@ -65,7 +65,7 @@ class RowsReadAhead:
 
 
 def _words(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
-    """A word of each key, uint64 [N]. Equal keys have equal words; hardly any others have."""
+    """A word of each key, uint64 [N]. Equal keys have equal words; the few other keys that do cost a needless read."""
     return id_N.astype(np.uint64) ^ table_N.astype(np.uint64) * _ODD
 
 

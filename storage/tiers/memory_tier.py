@@ -81,7 +81,7 @@ class MemoryTier(ABC):
         self._order_of = below.write_order if isinstance(below, KeepsNeighbours) else None
         self._resident = resident
         self._counters = Counters()
-        self._free = FreeSlots()  # A device tier puts those of its device here.
+        self._free = FreeSlots()  # A device tier has another, in the memory of its device.
         self._temporary = 0  # slots of rows that are in no index
         self._ahead: weakref.WeakSet[RowsReadAhead] = weakref.WeakSet()  # those that callers still use
         self._keeps_reads = True  # whether a cache keeps rows that were read from below
