@@ -55,3 +55,22 @@ def test_a_program_that_ends_with_objects_in_its_globals_prints_nothing(store, e
     (tmp_path / "job").mkdir()
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+EAGER = """
+import torch
+import oneemb
+
+store = oneemb.make_device_mem_store_options({folder!r})
+rows = oneemb.MultiTableEmbedding("rows", 4, torch.float32, torch.int64, [oneemb.make_table()], store)
+optimizer = torch.optim.SGD(rows.parameters(), lr=1.0)
+rows(torch.arange(100))
+rows.save_snapshot("a")
+"""
+
+
+def test_a_program_that_saves_a_snapshot_and_closes_nothing_prints_nothing(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(EAGER.format(folder=str(tmp_path / "job")))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -19,8 +19,9 @@ import errno
 import os
 import re
 import struct
+import sys
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import NamedTuple
@@ -368,8 +369,9 @@ class ChunkFiles:
         for chunk in self.chunks.values():
             self._close_chunk(chunk)
 
-    def __del__(self) -> None:
-        if hasattr(self, "chunks"):  # Else `__init__` has failed early.
+    # At exit, names of modules are None, and the system closes the files.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "chunks") and not is_finalizing():  # Without chunks, `__init__` has failed early.
             self.close()
 
     def _extend(self, chunk: ChunkFile, end: ChunkEnd) -> None:

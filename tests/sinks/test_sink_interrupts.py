@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 
 import oneemb
+from oneemb.sinks import turns
+from oneemb.sinks.folder_lock import FolderLock
+from oneemb.sinks.turns import Turns
 from oneemb.storage.fs import LocalFileSystem
-from tests.support.interrupts import interrupt_soon
+from tests.support.forks import ended_well, in_child
+from tests.support.interrupts import interrupt_soon, interrupted
 from tests.support.published import INDEXES, Job, publishing, read_files, read_index
 
 
@@ -123,3 +127,80 @@ def test_a_kill_while_an_index_is_written_once_more_leaves_one_that_can_be_read(
     for copy in copies:
         assert read_index(make(copy), 1) == ("v1", rows)
     assert np.isfinite(sink.search(np.ones((1, 4), np.float32), 1)[0]).all()
+
+
+def in_turns(kind, turns):
+    with getattr(turns, kind)():
+        return True
+
+
+@pytest.mark.parametrize("kind", ["shared", "alone"])
+def test_an_interrupt_at_any_line_of_a_turn_leaves_no_turn_taken(kind):
+    for line in range(1, 100):
+        one = Turns()
+        stopped, place = interrupted(lambda one=one: in_turns(kind, one), line, "signal", files=(turns.__file__,))
+        if place is None:
+            break
+        other = threading.Thread(target=lambda one=one: in_turns("alone", one) and in_turns("shared", one), daemon=True)
+        other.start()
+        other.join(60)
+        assert stopped and not other.is_alive(), place
+    assert line > 5
+
+
+def test_ctrl_c_ends_the_wait_for_a_turn():
+    one = Turns()
+    for held, wanted in (("alone", "shared"), ("shared", "alone")):
+        begun, ends = threading.Event(), threading.Event()
+
+        def holds(held=held, begun=begun, ends=ends):
+            with getattr(one, held)():
+                begun.set()
+                ends.wait()
+
+        holder = threading.Thread(target=holds)
+        holder.start()
+        begun.wait()
+        with pytest.raises(KeyboardInterrupt):
+            interrupt_soon()
+            in_turns(wanted, one)
+        ends.set()
+        holder.join()
+        assert in_turns("alone", one) and in_turns("shared", one)
+
+
+@pytest.mark.parametrize("kind", ["shared", "alone"])
+def test_a_child_of_fork_has_no_turn_of_its_parent(kind):
+    one, begun, ends = Turns(), threading.Event(), threading.Event()
+
+    def holds():
+        with getattr(one, kind)():
+            begun.set()
+            ends.wait()
+
+    holder, timer = threading.Thread(target=holds), threading.Timer(0.2, ends.set)
+    holder.start()
+    begun.wait()
+    timer.start()  # The fork waits for the block.
+    child = in_child(lambda: in_turns("alone", one))
+    assert ended_well(child) is True
+    holder.join()
+
+
+def test_an_interrupt_at_any_line_leaves_no_folder_locked(tmp_path):
+    for line in range(1, 1000):
+        lock = FolderLock(LocalFileSystem(), str(tmp_path))
+
+        def take_and_release(lock=lock):
+            lock.take()
+            lock.release()
+
+        stopped, place = interrupted(take_and_release, line, "signal")
+        if place is None:
+            break
+        lock.release()
+        other = FolderLock(LocalFileSystem(), str(tmp_path))
+        other.take()  # LockedError if the first one holds the folder still.
+        other.release()
+        assert stopped, place
+    assert line > 10
