@@ -3,7 +3,7 @@
 Invariants:
 - a snapshot is in the copy completely or not at all; readers of the copy go on while a newer snapshot is pulled;
 - whether there is a newer snapshot follows from one object, `newest.json`; nothing is listed;
-- only chunks that the copy lacks are downloaded.
+- only chunks that the copy lacks are downloaded, and the text of a part is read once.
 """
 
 import shutil
@@ -14,7 +14,7 @@ from contextlib import suppress
 from oneemb.storage.errors import CorruptTableError, LockedError, OtherTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.objects.manifests import current_of, has_snapshot, newest_in
 from oneemb.storage.objects.object_store import ObjectStore
-from oneemb.storage.objects.pull import pull_from
+from oneemb.storage.objects.pull import KnownParts, pull_from
 from oneemb.storage.snapshots.part_folders import open_anew
 from oneemb.storage.snapshots.snapshot_parts import look_at
 
@@ -27,6 +27,7 @@ class StoredCopy:
 
     def __init__(self, store: ObjectStore, folder: str):
         self.url, self.folder, self._store = store.url, folder, store
+        self._known: KnownParts = {}  # parts of the snapshot that was pulled last, and of its ancestors
 
     def pull(self, name: str | None, stop: Callable[[], bool]) -> None:
         """Pull the snapshot of this name, or the newest one, with its ancestors, and remove all others from the copy.
@@ -53,11 +54,16 @@ class StoredCopy:
                     f" after {_TRIES} pulls; push the snapshot again, to another URL if two jobs use this one"
                 )
             try:
-                pull_from(self._store, self.folder, [name], verify=False)  # Readers compare what they read.
+                # Readers compare what they read.
+                pull_from(self._store, self.folder, [name], verify=False, known=self._known)
             except LockedError:
                 time.sleep(_LOOK_S)  # Another process of this machine pulls or removes a snapshot.
                 continue
+            except CorruptTableError:
+                self._known.clear()  # The next call finds a part that has been pushed again.
+                raise
             except OtherTableError as error:
+                self._known.clear()
                 if is_new:
                     raise OtherTableError(
                         f"{self.url} must have snapshot {name!r} and its parents from one table, but they have"

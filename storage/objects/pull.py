@@ -28,6 +28,9 @@ from oneemb.storage.table.salvage import copied
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import ChunkPart
 
+KnownParts = dict[tuple[str, str], list[StoredPart]]
+"""{(name, identity) of a snapshot: its parts}."""
+
 
 @dataclass
 class PullResult:
@@ -74,11 +77,16 @@ def pull(
 
 
 def pull_from(
-    store: ObjectStore, folder: str, names: Collection[str], *, verify: bool = True, progress: Progress | None = None
-) -> PullResult:
-    """Copy the snapshots of these names to `folder`; see `pull`. `verify`: compare every byte of the target with its
-    checksum at the end."""
-    parts = parts_in(store, names)
+    store: ObjectStore, folder: str, names: Collection[str], *, verify: bool = True, progress: Progress | None = None,
+    known: KnownParts | None = None,
+) -> PullResult:  # fmt: skip
+    """Copy the snapshots of these names to `folder`; see `pull`.
+
+    Args:
+        verify: compare every byte of the target with its checksum at the end.
+        known: as for `parts_in`.
+    """
+    parts = parts_in(store, names, known)
     new, result = f"{folder}.pull", PullResult()
     with Pull(store, new, progress) as work:
         work.run(parts, {part.folder: f"{folder}/{part.folder}" for part in parts})
@@ -92,28 +100,41 @@ def pull_from(
     return result
 
 
-def parts_in(store: ObjectStore, names: Collection[str]) -> list[StoredPart]:
+def parts_in(store: ObjectStore, names: Collection[str], known: KnownParts | None = None) -> list[StoredPart]:
     """The parts of snapshots in the store and of their ancestors, ancestors first. SnapshotNotFoundError if the store
-    has no snapshot of one of the names."""
-    parts: dict[tuple[str, str], list[StoredPart]] = {}
-    rest = list(names)
+    has no snapshot of one of the names.
+
+    Args:
+        known: parts that an earlier call has found, which are not read again; those of this call take their place.
+    """
+    known = {} if known is None else known
+    parts: KnownParts = {}
+    rest = [(name, "") for name in names]  # "" = the identity that the store has now
     while rest:
-        name = rest.pop()
-        identity, shards, _ = current_of(store, name)
-        if (name, identity) in parts:
-            continue
-        found = []
-        for shard in range(shards):
-            part = get_part(store, name, identity, shard)
-            if part.shards != shards:
-                raise CorruptTableError(
-                    f"{store.url}: snapshot {name!r} must have {shards} parts, its part {shard} says {part.shards};"
-                    " push the snapshot again"
-                )
-            found.append(part)
-        parts[name, identity] = found
-        rest += {part.since[0] for part in found if part.since is not None}
+        name, identity = rest.pop()
+        found = parts.get((name, identity)) or known.get((name, identity))
+        if found is None:
+            identity, shards, _ = current_of(store, name)
+            found = parts.get((name, identity)) or known.get((name, identity))
+            found = found or _read_parts(store, name, identity, shards)
+        if (name, identity) not in parts:
+            parts[name, identity] = found
+            rest += {part.since for part in found if part.since is not None}
+    known.clear()
+    known.update(parts)
     return sorted((part for some in parts.values() for part in some), key=lambda part: part.sequence)
+
+
+def _read_parts(store: ObjectStore, name: str, identity: str, shards: int) -> list[StoredPart]:
+    """All parts of a snapshot. CorruptTableError if one is missing or damaged."""
+    found = [get_part(store, name, identity, shard) for shard in range(shards)]
+    for part in found:
+        if part.shards != shards:
+            raise CorruptTableError(
+                f"{store.url}: snapshot {name!r} must have {shards} parts, its part {part.shard} says {part.shards};"
+                " push the snapshot again"
+            )
+    return found
 
 
 def remove_left(new: str) -> None:

@@ -10,8 +10,8 @@ import torch
 
 import oneemb
 from oneemb.serving import build, stored_rows
-from oneemb.storage.errors import CorruptTableError, OtherTableError, SnapshotNotFoundError, StorageError
-from oneemb.storage.objects import push as push_module
+from oneemb.storage.errors import CorruptTableError, LockedError, OtherTableError, SnapshotNotFoundError, StorageError
+from oneemb.storage.objects import pull, push as push_module
 from oneemb.storage.objects.deletion import delete_stored
 from oneemb.storage.objects.object_store import ObjectStore
 from oneemb.storage.objects.push import push, push_of_writer
@@ -97,6 +97,51 @@ def test_a_poll_reads_one_object_and_lists_nothing(tmp_path, job, url, monkeypat
         monkeypatch.setattr(kind, "find", lambda *args: pytest.fail("a poll lists objects"))
         assert not served.refresh()
         assert len(read) == 2 and read[0].endswith("newest.json") and read[1].endswith("a/current.json")
+
+
+def test_a_takeover_of_a_delta_reads_no_text_of_its_ancestors(tmp_path, job, url, monkeypatch):
+    with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving") as served:
+        get, read = ObjectStore.get_text, []
+        monkeypatch.setattr(ObjectStore, "get_text", lambda store, key: read.append(key) or get(store, key))
+        for n in range(1, 5):
+            job.save(str(n), IDS[n : n + 9], since="a" if n == 1 else str(n - 1))
+            read.clear()
+            assert served.refresh() and torch.equal(served(IDS), job.rows[str(n)])
+            assert {key.split("/")[1] for key in read if key != "newest.json"} == {str(n)}
+            assert len([key for key in read if not key.endswith(("newest.json", "current.json"))]) == 1
+
+
+def test_texts_are_read_once_while_another_process_pulls(tmp_path, job, url, monkeypatch):
+    original, read, locked = pull.backup_folder, [], iter(range(5))
+
+    def backup(*args, **options):
+        if next(locked, None) is not None:
+            raise LockedError("another pull is at work")
+        return original(*args, **options)
+
+    get = pull.get_part
+    job.save("b", IDS[:9], since="a")
+    monkeypatch.setattr(stored_rows, "_LOOK_S", 0)
+    monkeypatch.setattr(pull, "backup_folder", backup)
+    monkeypatch.setattr(pull, "get_part", lambda *args: read.append(args[1]) or get(*args))
+    with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving") as served:
+        assert torch.equal(served(IDS), job.rows["b"])
+    assert sorted(read) == ["a", "b"]
+
+
+def test_a_part_that_is_pushed_again_in_other_pieces_is_read_again(tmp_path, job, url, monkeypatch):
+    with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving") as served:
+        delete_stored(url, "a")
+        fs, root = fsspec.core.url_to_fs(url)
+        for path in fs.find(f"{root}/objects"):
+            fs.rm_file(path)
+        monkeypatch.setattr(push_module, "_PIECE_BYTES", 2000)
+        job.save("b", IDS[:9], since="a")  # The parent goes to the store with it.
+        shutil.rmtree(tmp_path / "serving" / "rows")
+        with pytest.raises(CorruptTableError, match="is missing"):
+            served.refresh()
+        assert served.version.name == "a"
+        assert served.refresh() and torch.equal(served(IDS), job.rows["b"])
 
 
 def test_only_new_pieces_are_downloaded_and_the_copy_has_one_snapshot(tmp_path, job, url, monkeypatch):
