@@ -19,7 +19,6 @@ from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.snapshot_parts import folders_at, look_at
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
-from oneemb.storage.table.delta import GONE, gone_keys
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.snapshot_reader import SnapshotReader
 
@@ -175,7 +174,7 @@ def changed_ids(paths: Paths, snapshot: str, since: str, table: int = 0) -> tupl
         for part in link.parts:
             with SnapshotReader.open(part.folder, part.info.name) as reader:
                 written += [id_N for _, id_N in reader.keys(lambda table_N, id_N: table_N == table)]
-                table_N, id_N = gone_keys(reader.array(GONE) if GONE in reader.arrays else None, part.info.name)
+                table_N, id_N = reader.gone()
                 absent.append(id_N[table_N == table])
         new = np.unique(np.concatenate(written))
         # A key that one delta lists both as gone and as written is written.

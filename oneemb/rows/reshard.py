@@ -33,7 +33,7 @@ from oneemb.storage.snapshots.snapshot_parts import (
     table_name_of,
 )
 from oneemb.storage.snapshots.snapshot_rows import PartOf, without_part
-from oneemb.storage.table.delta import GONE, Delta, gone_array, gone_keys, number_of, without_delta
+from oneemb.storage.table.delta import GONE, Delta, gone_array, number_of, without_delta
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_reader import SnapshotReader
 
@@ -221,4 +221,4 @@ def _merged(
 
 def _gone(link: Part) -> tuple[np.ndarray, np.ndarray]:
     with SnapshotReader.open(link.folder, link.info.name) as reader:
-        return gone_keys(reader.array(GONE) if GONE in reader.arrays else None, link.info.name)
+        return reader.gone()

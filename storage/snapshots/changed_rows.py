@@ -21,7 +21,6 @@ from oneemb.storage.snapshots.linked_rows import LinkedRows, every_key
 from oneemb.storage.snapshots.owned_rows import open_part
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
-from oneemb.storage.table.delta import GONE, gone_keys
 from oneemb.storage.table.snapshot_reader import SnapshotReader
 
 SHARE_MAX = 2
@@ -86,8 +85,7 @@ def _current(links: _Links) -> _Bits:
                 found[place] = bit_N if place not in found else _either(found[place], bit_N)
         if n:
             for reader in links[n]:
-                gone = gone_keys(reader.array(GONE) if GONE in reader.arrays else None, reader.info.name)
-                for keys in [*reader.keys(every_key), gone]:
+                for keys in [*reader.keys(every_key), reader.gone()]:
                     later.put(*keys, np.zeros(len(keys[1]), np.int64))
     return found
 

@@ -10,7 +10,7 @@ import numpy as np
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.policies.admission import joined_arrays
-from oneemb.storage.table.delta import GONE, gone_keys
+from oneemb.storage.table.delta import GONE
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.snapshot_reader import Keep, SnapshotReader
 from oneemb.storage.tiers.cached_rows import joined_rows
@@ -34,7 +34,7 @@ class LinkedRows:
         self, links: Sequence[Sequence[SnapshotReader]], keep: Keep | None = None, gone: _Keys | None = None
     ):  # fmt: skip
         self._links = [list(link) for link in links]
-        self._keep, self._known_gone = keep, gone
+        self._keep, self._gone = keep, gone
         self._count: int | None = None
 
     @property
@@ -68,15 +68,15 @@ class LinkedRows:
     def gone(self) -> tuple[np.ndarray, np.ndarray]:
         """Keys that have lost their row in a delta and were not written since: table_N int32, id_N int64. If the first
         snapshot is a delta too, its parent may have rows of these keys. Raises CorruptTableError as `scan` does."""
-        if self._known_gone is not None:
-            return self._known_gone
+        if self._gone is not None:
+            return self._gone
         later, found = HashIndex(Threads(1)), [(np.empty(0, np.int32), np.empty(0, np.int64))]
         for link in reversed(self._links):
             for reader in link:
                 for keys in reader.keys(every_key):  # A key that a delta lists as gone and as written is written.
                     later.put(*keys, np.zeros(len(keys[1]), np.int64))
             for reader in link:
-                table_N, id_N = self._gone(reader)
+                table_N, id_N = reader.gone()
                 new = later.find(table_N, id_N) < 0
                 found.append((table_N[new], id_N[new]))
                 later.put(*found[-1], np.zeros(int(new.sum()), np.int64))
@@ -103,12 +103,8 @@ class LinkedRows:
                 yield reader, narrow
             if n:
                 for reader in self._links[n]:
-                    for keys in [*reader.keys(every_key), self._gone(reader)]:
+                    for keys in [*reader.keys(every_key), reader.gone()]:
                         later.put(*keys, np.zeros(len(keys[1]), np.int64))
-
-    @staticmethod
-    def _gone(reader: SnapshotReader) -> tuple[np.ndarray, np.ndarray]:
-        return gone_keys(reader.array(GONE) if GONE in reader.arrays else None, reader.info.name)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Arrays of the last snapshot, {name: array}, without the array of keys that are gone: joined from all parts

@@ -29,7 +29,7 @@ from oneemb.storage.snapshots.snapshot_parts import (
 )
 from oneemb.storage.snapshots.unfinished import drop_unwritten, mark, marks_at, unmark
 from oneemb.storage.table.check import CheckResult, SnapshotCheck, check_table
-from oneemb.storage.table.delta import GONE, Delta, gone_keys
+from oneemb.storage.table.delta import Delta
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_reader import SnapshotReader
 
@@ -309,7 +309,7 @@ def _broken_chains(found: FoundParts, fs: FileSystem | None) -> list[str]:
         try:
             for part in snapshot.parts:
                 with SnapshotReader.open(part.folder, part.info.name, fs=fs) as reader:
-                    gone_keys(reader.array(GONE) if GONE in reader.arrays else None, part.info.name)
+                    reader.gone()
         except SnapshotNotFoundError:
             continue  # A writer has deleted the snapshot since the folder was listed; its own check names what is lost.
         except StorageError as error:

@@ -17,6 +17,7 @@ from oneemb.storage.hash_index import check_tables
 from oneemb.storage.table.block_reader import PreadReader, RowReader
 from oneemb.storage.table.chunk_files import EVERY_NUMBER, ChunkFiles, chunk_paths
 from oneemb.storage.table.chunk_scan import ChunkKeys, check_keys_end, live_rows, read_keys, scan_rows
+from oneemb.storage.table.delta import GONE, gone_keys
 from oneemb.storage.table.live_rows import LiveRows
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_load import load_live_rows
@@ -140,6 +141,11 @@ class SnapshotReader:
         """Read an array that the snapshot has beside its rows. CorruptTableError if the array is damaged,
         SnapshotNotFoundError if a writer has removed the snapshot."""
         return self._files.read_array(self._record, name)
+
+    def gone(self) -> tuple[np.ndarray, np.ndarray]:
+        """Keys that the snapshot lists as gone, table_N int32, id_N int64: none if the snapshot is no delta. Raises as
+        `array`."""
+        return gone_keys(self.array(GONE) if GONE in self.arrays else None, self.info.name)
 
     def _find_keys(self) -> LiveRows:
         if self._live is None:
