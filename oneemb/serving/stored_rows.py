@@ -3,7 +3,7 @@
 Invariants:
 - a snapshot is in the copy completely or not at all; readers of the copy go on while a newer snapshot is pulled;
 - whether there is a newer snapshot follows from one object, `newest.json`; nothing is listed;
-- only chunks that the copy lacks are downloaded, and the text of a part is read once.
+- only chunks that the copy lacks are downloaded, and the description of a part is read once.
 """
 
 import shutil
@@ -60,7 +60,7 @@ class StoredCopy:
                 time.sleep(_LOOK_S)  # Another process of this machine pulls or removes a snapshot.
                 continue
             except CorruptTableError:
-                self._known.clear()  # The next call finds a part that has been pushed again.
+                self._known.clear()  # A part that has been pushed again has another description.
                 raise
             except OtherTableError as error:
                 self._known.clear()

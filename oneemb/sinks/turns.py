@@ -11,8 +11,8 @@ class Turns:
     """Either any number of readers, or one writer. Readers that wait while a writer works come before the next writer,
     and a writer that waits comes before readers that arrive later, so neither waits for long.
 
-    Invariant: after an interrupt at any line no block counts as open, and a child of fork has no open block: signals
-    and forks wait for the end of a block. Only a wait ends at Ctrl-C.
+    Invariant: after an interrupt at any line no block counts as open, and a child of fork has no open block, since
+    signals and forks wait for the end of a block. Ctrl-C ends only the wait for a block.
     """
 
     def __init__(self) -> None:
