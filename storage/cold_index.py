@@ -258,10 +258,10 @@ class ColdIndex:
             self._trim()
 
     def release(self) -> None:
-        """Give the extents of the file back. The index cannot be used any more."""
-        for cold in self._cold:
-            if cold is not None:
-                self._file.free(cold.extent_E)
+        """Give the extents of the file back. The index cannot be used any more. After a MemoryError it can."""
+        extents = [cold.extent_E for cold in self._cold if cold is not None]
+        if extents:
+            self._file.free(np.concatenate(extents))
         self._cold = [None] * SHARDS
         self._cold_P2[:] = 0
 

@@ -36,8 +36,8 @@ def run(library, store, folder, stride, *operations, program="failing_allocation
 
 
 SOME = {
-    "ssd": ["lookup", "prefetch", "step", "erase"], "ssd-index": ["lookup", "step", "erase"], "policy": ["step"],
-    "device": ["import_rows"],
+    "ssd": ["lookup", "prefetch", "step", "erase"], "ssd-index": ["lookup", "step", "erase", "load"],
+    "policy": ["step"], "device": ["import_rows"],
 }  # fmt: skip
 
 

@@ -151,8 +151,8 @@ class ColdFile:
             grown[: len(self._sum_K)] = self._sum_K
             self._free_E, self._sum_K = np.concatenate([self._free_E, np.arange(old, old + more)]), grown
         free_E = np.sort(self._free_E)
-        self._free_E = free_E[extents:].copy()
-        return free_E[:extents].copy()
+        taken_E, self._free_E = free_E[:extents].copy(), free_E[extents:].copy()
+        return taken_E
 
     def _write(self, file: int, extent: int, address_B: np.ndarray) -> None:
         """Write blocks to neighbouring extents, from this one on."""

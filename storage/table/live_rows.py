@@ -198,12 +198,13 @@ class LiveRows:
 
     def drop_index(self) -> PendingKeys:
         """Free the index. The caller puts the keys of all live rows, whose bits stay, into the new one. Returns the
-        keys that were noted and are not in the index."""
+        keys that were noted and are not in the index. After a MemoryError nothing has changed."""
         former = self._pending
         former.wait()
+        index = self._make_index(0)
+        pending = PendingKeys(index, self._beside)
         self.index.release()
-        self.index = self._make_index(0)
-        self._pending = PendingKeys(self.index, self._beside)
+        self.index, self._pending = index, pending
         return former
 
     def put_pending_of(self, former: PendingKeys) -> None:
