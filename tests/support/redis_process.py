@@ -53,6 +53,10 @@ class RedisProcess:
         raise RuntimeError(f"redis-server does not start: {self.said}")
 
     @property
+    def pid(self):
+        return self._process.pid
+
+    @property
     def host(self):
         return f"127.0.0.1:{self.port}"
 
