@@ -15,7 +15,7 @@ def test_a_stream_with_kills_serves_and_publishes_what_one_without_trains(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "plant", [pytest.param(one, marks=[pytest.mark.slow] * (one != "skipped_example")) for one in stream_plants.PLANTS]
+    "plant", [pytest.param(one, marks=[pytest.mark.slow] * (one != "lost_delta")) for one in stream_plants.PLANTS]
 )
 def test_a_planted_fault_is_found(tmp_path, seed, plant):
     redis_process.need_redis()

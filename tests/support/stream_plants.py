@@ -8,9 +8,14 @@ import oneemb
 PLANTS = {
     "skipped_example": "examples were skipped",
     "example_twice": "examples were trained twice",
+    "lost_delta": "a delta was lost",
+    "lost_delta_redis": "redis shows step",
+    "lost_delta_index": "index shows step",
     "kept_tombstone": "sqlite shows step",
     "kept_tombstone_redis": "redis shows step",
+    "kept_tombstone_index": "index shows step",
     "bit": "server 1 shows step",
+    "order": "server 1 went back",
 }
 """{fault: words of the error that names it}. The sink of a fault is SQLite if no other is named."""
 _AT = 4
@@ -41,6 +46,9 @@ def planted_answers(plant):
     def answers(version):
         if not seen or seen[-1] is not version:
             seen.append(version)
+        elif plant == "order" and len(seen) == _AT:  # The server has answered with it, and does with the one before.
+            seen.append(version)
+            return seen[-3]
         return version
 
     if plant == "bit":
@@ -57,18 +65,34 @@ def planted_answers(plant):
 
 
 class _PlantedSink:
-    def __init__(self, sink):
-        self.name, self._sink, self.version, self.close = sink.name, sink, sink.version, sink.close
+    def __init__(self, sink, plant):
+        self.name, self._sink, self._plant = sink.name, sink, plant
+        self._deltas, self._passed_over = 0, None
 
     wants_whole = False
 
+    def version(self):
+        return self._passed_over or self._sink.version()
+
     def apply(self, changes):
         if not changes.is_whole:
-            changes.gone = lambda **_: (np.empty(0, np.int32), np.empty(0, np.int64))
+            self._deltas += 1
+            if self._plant == "lost_delta" and self._deltas == 2:
+                self._passed_over = changes.version
+                return
+            if self._plant == "kept_tombstone":
+                changes.gone = lambda **_: (np.empty(0, np.int32), np.empty(0, np.int64))
         self._sink.apply(changes)
+        self._passed_over = None
+
+    def close(self):
+        self._sink.close()
 
 
 def planted_sinks(sinks, plant):
     """The sinks of the publisher: the index, SQLite, Redis."""
-    number = {"kept_tombstone": 1, "kept_tombstone_redis": 2}.get(plant)
-    return [_PlantedSink(sink) if at == number else sink for at, sink in enumerate(sinks)]
+    fault, _, place = (plant or "").rpartition("_") if (plant or "").endswith(("_redis", "_index")) else (plant, "", "")
+    if fault not in ("lost_delta", "kept_tombstone"):
+        return sinks
+    number = {"index": 0, "": 1, "redis": 2}[place]
+    return [_PlantedSink(sink, fault) if at == number else sink for at, sink in enumerate(sinks)]
