@@ -23,6 +23,8 @@ from tests.support import stream_plants
 from tests.support.published import PREFIX, read_index, read_redis_at_once
 
 DIM, ROWS, STEPS = 4, 32, 50
+ITEMS, EXPIRE, AWAY = 1000, 8, 12
+"""Rows of the table of items; saves after which a user's row expires; saves after which some users return."""
 KEPT = 20
 """Saves whose deltas stay: a publisher that is begun again within so many saves gets each version."""
 
@@ -31,9 +33,16 @@ KEPT = 20
 
 
 def write(stream, number):
-    """Add a file of 50 batches. Each file has some ids that no file before it had, and lacks some old ones."""
+    """Add a file of 50 batches. It has few ids of the 1100 that have a row, so that chains of deltas are long.
+
+    Users of positive ids come, return some times and vanish; those of negative ids return once their row has expired.
+    The first file has as many items as have room; later ones are new, or return after an eviction.
+    """
     rng, count = np.random.default_rng([3, number]), ROWS * STEPS
-    user, item = 20 * number + rng.integers(0, 400, count), 10 * number + rng.zipf(1.3, count) % 300
+    comes, returns = 4 * number + 5 * rng.integers(0, 16, count), -1 - number % AWAY * 10 - rng.integers(0, 4, count)
+    user = np.where(rng.random(count) < 0.8, comes, returns)
+    items = np.append(rng.integers(2 * number, ITEMS + 2 * number, 6), ITEMS + 2 * number + np.arange(2))
+    item = rng.choice(items, count) if number else np.arange(count) % ITEMS
     columns = {"step": 1 + np.arange(count) // ROWS + number * STEPS, "user": user, "item": item}
     columns["label"] = (rng.random(count) < 0.3 + 0.4 * np.sin(user)).astype(np.float32)
     temporary = stream / f"{number:08}.tmp"
@@ -42,18 +51,18 @@ def write(stream, number):
 
 
 def asked(step):
-    """int64 [N, 2]: ids around those of the stream at a step: with a row, with a row no more, and not yet."""
+    """int64 [1350, 2]: ids around those of the stream at a step: with a row, with a row no more, and not yet."""
     number = step // STEPS - 1
-    shift = torch.arange(-600, 600)
-    return torch.stack([20 * number + shift, 10 * number + shift], 1)
+    users = torch.cat([torch.arange(-150, 0), 4 * number + torch.arange(-600, 600)])
+    return torch.stack([users, 2 * number + torch.arange(-100, 1250)], 1)
 
 
 class Model(torch.nn.Module):
     def __init__(self, folder):
         super().__init__()
         policies = [
-            oneemb.policies.RowPolicy(expire_after_steps=2 * STEPS, sweep_steps=STEPS),
-            oneemb.policies.RowPolicy(evict=oneemb.policies.LFU(), capacity=400),
+            oneemb.policies.RowPolicy(expire_after_steps=EXPIRE * STEPS, sweep_steps=STEPS),
+            oneemb.policies.RowPolicy(evict=oneemb.policies.LFU(), capacity=ITEMS),
         ]
         self.rows = oneemb.MultiTableEmbedding(
             "items", DIM, torch.float32, torch.int64, [oneemb.make_table()] * 2,
@@ -70,15 +79,24 @@ class Model(torch.nn.Module):
 
 
 class Graph(oneemb.TrainGraph):
-    def __init__(self, folder):
+    def __init__(self, folder, noted):
         super().__init__()
-        self.model = Model(folder)
+        self.model, self._noted = Model(folder), noted
         self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=0.05))
 
     def build(self, ids, label, step):
         loss = torch.nn.functional.binary_cross_entropy_with_logits(self.model(ids), label)
         loss.backward()
         return loss.detach(), step
+
+    def save(self, path, **how):
+        super().save(path, **how)
+        self.note_save(path)
+
+    def note_save(self, path):
+        """Note the snapshot that a checkpoint names, and whether it is whole."""
+        saved = torch.load(path, mmap=True)["embeddings"]["model.rows"]
+        self._noted(saved["oneemb_snapshot"], "oneemb_since" not in saved, time.monotonic(), os.getpid())
 
 
 def digest(*parts):
@@ -125,15 +143,17 @@ def train(folder, stream, is_oracle, plant=None):
     torch.manual_seed(0)
     columns = {"ids": oneemb.data.Ids("user", "item"), "label": "label", "step": "step"}
     loader = oneemb.data.Loader(oneemb.data.GrowingFolder(stream / "*.parquet"), ROWS, columns, end_after_s=None)
-    graph, log, path = Graph(folder), Log(folder.parent / f"{folder.name}.log"), folder / "model.pt"
+    log, path = Log(folder.parent / f"{folder.name}.log"), folder / "model.pt"
+    graph = Graph(folder, Log(folder.parent / f"{folder.name} saves.log"))
     if path.exists():
         graph.load(path)
+        graph.note_save(path)  # The process before may have been killed before it did.
         loader.load_state_dict(graph.loader_state)
     rows, save = graph.model.rows, None if is_oracle else oneemb.SaveEvery(graph, path, steps=STEPS, keep=KEPT)
     for loss, trained in graph.run(stream_plants.planted_batches(loader, plant), save=save):
         step = graph.steps
         if step % STEPS == STEPS // 2:
-            rows.erase(20 * (step // STEPS) + torch.arange(5), 0)
+            rows.erase(4 * (step // STEPS) + torch.arange(5), 0)
         notes = []
         if is_oracle and step % STEPS == 0:
             read, all_rows = rows.read(asked(step)), rows_of(rows)
@@ -165,7 +185,7 @@ def serve(folder, path, plant=None):
         with torch.no_grad():
             rows = version.module.rows(asked(step))
         if step != last:
-            log(step, time.monotonic(), life, digest(rows, version(asked(step))))
+            log(step, version.snapshots["rows"].name, time.monotonic(), life, digest(rows, version(asked(step))))
             last = step
 
 
@@ -216,7 +236,7 @@ def publish(folder, port, plant=None):
     sinks = [
         index_of(folder), Sqlite(folder / "rows.db"), oneemb.sinks.Redis(f"redis://127.0.0.1:{port}?prefix={PREFIX}")
     ]  # fmt: skip
-    with oneemb.publish(folder / "rows", stream_plants.planted_sinks(sinks, plant), seconds=0.1):
+    with oneemb.publish(folder / "rows", stream_plants.planted_sinks(sinks, plant, port), seconds=0.1):
         time.sleep(1e6)
 
 
@@ -234,5 +254,5 @@ def read(folder, port, path):
             found.append(("index", *read_index(index, 0)))
         for name, version, rows in found:
             if version != last.get(name):
-                log(name, step_of(version), time.monotonic(), life, digest_of_rows(rows))
+                log(name, step_of(version), version, time.monotonic(), life, digest_of_rows(rows))
                 last[name] = version

@@ -9,10 +9,12 @@ are evicted since a table is full. With `--plant`, one of the processes has a fa
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
 import re
+import shutil
 import sqlite3
 import tempfile
 import time
@@ -47,8 +49,12 @@ PRELOADED = [
     "oneemb.serving.model", "oneemb.sinks", "oneemb.training.save_every", "tests.support.published",
 ]  # fmt: skip
 """Modules that a process has from its begin, so that it begins fast."""
+KEPT_IN = "/var/tmp" if os.path.isdir("/var/tmp") else None
+"""Folder of the folders that stay after a failure, which no run of tests removes."""
 GROWTH_KB_MAX = 32 * 1024
 """Bound of what a process's own memory, and the disk, may grow by from the first third of the steps to the last."""
+COUNT_MAX = 80
+"""Bound of the snapshots, of files of the index too: those of `KEPT` saves, and a chain before them."""
 
 
 # ---- the soak --------------------------------------------------------------------------------------------------------
@@ -100,6 +106,29 @@ class Part:
             self.used.append((done, int(kb[1])))
 
 
+def _with_stderr(path, function, *arguments):
+    """Call a function in a new process whose errors and warnings come to the end of a file."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(file, 2)
+    os.close(file)
+    function(*arguments)
+
+
+@contextlib.contextmanager
+def kept_if_it_fails():
+    """A folder that is removed at the end, unless an error ends the block; then its path is printed."""
+    folder = Path(tempfile.mkdtemp(prefix="oneemb-soak-", dir=tempfile.gettempdir() if KEPT_IN is None else KEPT_IN))
+    try:
+        yield folder
+    except BaseException:
+        for path in sorted(folder.glob("**/*.stderr")):
+            if path.stat().st_size:
+                print(f"---- {path}", path.read_text()[-2000:], sep="\n")
+        print(f"logs, rows and errors of all processes are in {folder}")
+        raise
+    shutil.rmtree(folder)
+
+
 def kill_process(process):
     process.kill()
     process.join()
@@ -128,13 +157,14 @@ def run(folder, seed, seconds, kills, life_s, plant=None):
     job.mkdir(parents=True)
     stream.mkdir()
     (folder / "oracle").mkdir()
-    server = RedisProcess(folder / "redis")
+    server = RedisProcess(folder / "redis", auto_aof_rewrite_min_size="4mb")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
 
     def part(name, life_s, function, *arguments):
         def begin():
-            process = context.Process(target=function, args=arguments, daemon=True)
+            said = folder / f"{name}.stderr"
+            process = context.Process(target=_with_stderr, args=(said, function, *arguments), daemon=True)
             process.start()
             return process
 
@@ -207,6 +237,7 @@ def _soaked(folder, seconds, kills, parts, server):
     job, stream = folder / "job", folder / "stream"
     killed = [one for one in parts if one.life_s is not None]
     begin, looked, files, done, disk = time.monotonic(), 0.0, 0, 0, {"job": [], "redis": []}
+    client, memory, counts = redis.Redis(port=server.port), [], {"snapshots": [], "files of the index": []}
     while True:
         now = time.monotonic()
         goes_on = now < begin + seconds or done < SAVES_MIN * STEPS or any(one.kills < kills for one in killed)
@@ -220,6 +251,10 @@ def _soaked(folder, seconds, kills, parts, server):
             looked, done = now, min(saved_steps(job), last_step(folder / "oracle.log"))
             for place, used in disk.items():
                 used.append((done, disk_kb(folder / place)))
+            counts["snapshots"].append((done, len(list((job / "rows").glob("**/snapshots/*")))))
+            counts["files of the index"].append((done, len(list((job / "index").glob("*")))))
+            with contextlib.suppress(redis.RedisError):
+                memory.append((done, client.info("memory")["used_memory"] // 1024))
             for one in parts:
                 one.look(done)
             for old in sorted(stream.glob("*.parquet"))[: -AHEAD - 2]:
@@ -239,12 +274,17 @@ def _soaked(folder, seconds, kills, parts, server):
         one.kill()
     rows = checked(folder, files, server)
     used = {one.name: one.used for one in parts} | {f"disk of {place}": used for place, used in disk.items()}
+    used["rows in Redis"] = memory
     kilobytes = {name: thirds(its) for name, its in used.items()}
     for name, (first, _, last) in kilobytes.items():
         assert last is None or last - first <= GROWTH_KB_MAX, f"{name} grows, in thirds of the steps: {kilobytes[name]}"
+    numbers = {name: thirds(its) for name, its in counts.items()}
+    for name, its in numbers.items():
+        assert max(its) <= COUNT_MAX, f"the number of {name} grows, in thirds of the steps: {its}"
     return {
         "seconds": round(time.monotonic() - begin), "steps": done, "rows": rows,
-        "kills": {one.name: one.kills - 1 for one in killed}, **lags(folder), "kB in thirds of the steps": kilobytes,
+        "kills": {one.name: one.kills - 1 for one in killed}, **saves_of(folder), **lags(folder),
+        "kB in thirds of the steps": kilobytes, "numbers in thirds of the steps": numbers,
     }  # fmt: skip
 
 
@@ -261,43 +301,82 @@ def checked(folder, files, server):
         check_examples(step, of_steps)
         assert loss == losses[step], f"step {step} was trained otherwise"
     assert {step for step, *_ in trained} == losses.keys()
+    committed = {name: whole for name, whole, *_ in read_log(folder / "job saves.log")}
     for n in (1, 2):
-        _check_shown(f"server {n}", read_log(folder / f"server {n}.log"), {step: its[1] for step, its in saved.items()})
+        notes = read_log(folder / f"server {n}.log")
+        _check_shown(f"server {n}", notes, {step: its[1] for step, its in saved.items()}, committed)
     for name, place in (("redis", 0), ("index", 2)):
         notes = [line[1:] for line in read_log(folder / "reader.log") if line[0] == name]
-        _check_shown(name, notes, {step: its[place] for step, its in saved.items()})
+        _check_shown(name, notes, {step: its[place] for step, its in saved.items()}, committed)
     with sqlite3.connect(job / "rows.db") as db:
         versions = db.execute("SELECT version, whole, digest FROM versions ORDER BY rowid").fetchall()
         rows = {(table, id): row for table, id, row in db.execute("SELECT * FROM rows")}
-    before, skipped = 0, 0
+    before, last = 0, None
     for version, whole, its in versions:
-        step = step_of(json.loads(version)[0])
-        assert step == before + STEPS or whole and step > before, f"a delta was lost between {before} and {step}"
+        name = json.loads(version)[0]
+        step = step_of(name)
+        check_order("sqlite", last, name, whole, committed)
         assert its == saved[step][0], f"sqlite shows step {step} with other rows"
-        skipped += step - before - STEPS
-        before = step
-    print(f"{len(versions)} versions in SQLite, {sum(whole for _, whole, _ in versions)} whole, {skipped} steps passed")
+        before, last = step, name
     assert before == files * STEPS and digest_of_rows(rows) == saved[before][0]
     assert read_redis(redis.Redis(port=server.port))[1] == rows
     name, found = read_index(index_of(job), 0)
     assert step_of(name) == before and found == of_table(rows, 0)
-    ever = torch.arange(20 * files + 800)
+    ever = torch.arange(-150, 4 * files + 1250)
     with oneemb.InferenceEmbedding.open(job / "rows") as served:
         for table in (0, 1):
             present = [id for id in ever.tolist() if (table, id) in rows]
             read = served(ever, torch.full_like(ever, table))
-            assert {id: read[id].numpy().tobytes() for id in present} == {id: rows[table, id] for id in present}
+            assert {id: read[id + 150].numpy().tobytes() for id in present} == {id: rows[table, id] for id in present}
     return len(rows)
 
 
-def _check_shown(name, notes, expected):
-    """Compare notes of versions, (step, time, process, digest), with the digests of an oracle."""
-    last = {}
-    for step, _, life, found in notes:
-        assert step >= last.get(life, 0), f"{name} went back from step {last[life]} to {step}"
+def check_order(name, last, version, is_whole, committed):
+    """AssertionError if a sink, which is told each version, must not go from version `last` to `version`.
+
+    It may go back only from the snapshot of a killed save, and may pass over a version only as it gets all rows, since
+    a snapshot without a parent came between.
+
+    Args:
+        committed: {name of a snapshot that a checkpoint has named: whether it has no parent}.
+    """
+    before, step = 0 if last is None else step_of(last), step_of(version)
+    if last is None or step == before + STEPS:
+        return
+    assert version != last, f"a delta was applied twice: {name} has got step {step} again"
+    if last in committed:
+        assert step > before, f"{name} went back from step {before} to {step}"
+        began = any(whole and before < step_of(one) <= step for one, whole in committed.items() if one != version)
+        began = began or committed.get(version, True)
+        assert is_whole and began, f"a delta was lost: {name} went from step {before} to {step}"
+    else:
+        assert is_whole, f"{name} got a delta after step {before} of a save that was killed, to {step}"
+
+
+def _check_shown(name, notes, expected, committed):
+    """Compare notes of versions, (step, snapshot, time, process, digest), with the digests of an oracle. A version goes
+    back only from the snapshot of a killed save."""
+    before, last = 0, None
+    for step, version, _, _, found in notes:
+        assert step >= before or last not in committed, f"{name} went back from step {before} to {step}"
         assert found == expected[step], f"{name} shows step {step} with other rows"
-        last[life] = step
+        before, last = step, version
     assert notes, f"{name} has shown no version"
+
+
+def saves_of(folder):
+    """Numbers of saves, and of those that are whole."""
+    saves = {name: whole for name, whole, *_ in read_log(folder / "job saves.log")}
+    longest = chain = 0
+    for name in sorted(saves):
+        chain = 0 if saves[name] else chain + 1
+        longest = max(longest, chain)
+    with sqlite3.connect(folder / "job" / "rows.db") as db:
+        versions, wholes = db.execute("SELECT COUNT(*), SUM(whole) FROM versions").fetchone()
+    return {
+        "saves": len(saves), "whole saves": sum(saves.values()), "longest chain": longest,
+        "versions in SQLite": versions, "whole versions in SQLite": wholes,
+    }  # fmt: skip
 
 
 def lags(folder):
@@ -306,7 +385,7 @@ def lags(folder):
     ended = {}
     for step, _, at, *_ in read_log(folder / "job.log"):
         ended.setdefault(step, at)
-    answers = [[line[:2] for line in read_log(folder / f"server {n}.log")] for n in (1, 2)]
+    answers = [[(step, at) for step, _, at, *_ in read_log(folder / f"server {n}.log")] for n in (1, 2)]
     served = [at - ended[step] for noted in answers for step, at in _first(noted)]
     with sqlite3.connect(folder / "job" / "rows.db") as db:
         found = db.execute("SELECT version, time FROM versions ORDER BY rowid").fetchall()
@@ -336,8 +415,9 @@ def main():
     parser.add_argument("--plant", choices=PLANTS, help="fault that the soak must find; no process is killed")
     options = parser.parse_args()
     kills, life_s = (1, options.life) if options.plant is None else (0, None)
-    with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(run(folder, options.seed, 60 * options.minutes, kills, life_s, options.plant), indent=1))
+    with kept_if_it_fails() as folder:
+        found = run(folder / "soak", options.seed, 60 * options.minutes, kills, life_s, options.plant)
+        print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
