@@ -9,9 +9,10 @@ pytest.importorskip("redis")
 from tests.support import redis_process, stream_plants, stream_soak
 
 
-def test_a_stream_with_kills_serves_and_publishes_what_one_without_trains(tmp_path, seed):
+def test_a_stream_with_kills_serves_and_publishes_what_one_without_trains(seed):
     redis_process.need_redis()
-    print(stream_soak.run(tmp_path / "soak", seed, seconds=4, kills=1, life_s=2))
+    with stream_soak.kept_if_it_fails() as folder:
+        print(stream_soak.run(folder / "soak", seed, seconds=4, kills=1, life_s=2))
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,7 @@ def test_a_planted_fault_is_found(tmp_path, seed, plant):
 
 
 @pytest.mark.slow
-def test_ten_minutes_of_a_stream_with_kills(tmp_path, seed):
+def test_ten_minutes_of_a_stream_with_kills(seed):
     redis_process.need_redis()
-    print(stream_soak.run(tmp_path / "soak", seed, seconds=600, kills=5, life_s=8))
+    with stream_soak.kept_if_it_fails() as folder:
+        print(stream_soak.run(folder / "soak", seed, seconds=600, kills=5, life_s=8))
