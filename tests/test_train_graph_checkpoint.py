@@ -206,6 +206,8 @@ def test_many_snapshots_of_one_path_are_told_of(tmp_path):
         warnings.simplefilter("always")
         for _ in range(12):
             graph.save(tmp_path / "c")
+        for _ in range(12):
+            graph.save(tmp_path / "kept", keep=10)
     assert [str(one.message)[:11] for one in caught] == ["8 snapshots"]
 
 

@@ -30,7 +30,7 @@ from oneemb.training.row_step import embedding_of, row_weights, rows_to_owners
 from oneemb.training.scaling import Scaling, scalers_of, standing_in
 from oneemb.training.train_state import LearningRateScheduler, TrainState
 
-# `save` warns when this number of snapshots of earlier checkpoints is kept, and at every doubling.
+# `save` without a limit warns when this number of snapshots of earlier checkpoints is kept, and at every doubling.
 _MANY_SNAPSHOTS = 8
 
 _UNSCALED = Scaling(())
@@ -349,7 +349,7 @@ class TrainGraph(CompiledGraph):
         """
         path = file_path(path, "the file to write")
         kept = save_checkpoint(self, self._train_state, path, keep, keep_deltas, delta)
-        if kept >= _MANY_SNAPSHOTS and kept & (kept - 1) == 0:
+        if keep is None and kept >= _MANY_SNAPSHOTS and kept & (kept - 1) == 0:
             warnings.warn(
                 f"{kept} snapshots of earlier checkpoints at {path} are kept, since copies of the file may name"
                 " them; save(path, keep=n) keeps the last n, embedding.delete_snapshot(name) deletes one",
