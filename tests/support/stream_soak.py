@@ -240,11 +240,12 @@ def _soaked(folder, seconds, kills, parts, server):
     client, memory, counts = redis.Redis(port=server.port), [], {"snapshots": [], "files of the index": []}
     while True:
         now = time.monotonic()
-        goes_on = now < begin + seconds or done < SAVES_MIN * STEPS or any(one.kills < kills for one in killed)
+        kills_go_on = now < begin + seconds or any(one.kills < kills for one in killed)
+        goes_on = kills_go_on or done < SAVES_MIN * STEPS
         if not goes_on and done == files * STEPS:
             break
         for one in parts:
-            one.live(goes_on)
+            one.live(kills_go_on)
         assert now < begin + seconds + PATIENCE_S, f"{done} of {files * STEPS} steps are saved"
         if now > looked + 0.5:
             last_step(folder / "job.log")
