@@ -6,11 +6,16 @@ Each turn a job trains some rows of a table of 32 weights and saves a delta; the
 place is written by hand from all rows: MSET of all rows by redis-py, a Parquet file by `export_rows`, a served file by
 `InferenceEmbedding.open`, an HNSW index by faiss. Seconds are those of the processor, all threads of this process, and
 of the clock: medians of the turns. Redis is a `redis-server` that is started here; without one it is left out.
+
+Then one publisher follows a training process that saves deltas in the same way, with a pause after each; the lag of a
+sink is the time from the end of the step before a save to the moment at which the sink shows the version.
 """
 
 import argparse
+import concurrent.futures
 import functools
 import json
+import multiprocessing
 import shutil
 import socket
 import statistics
@@ -23,6 +28,7 @@ from pathlib import Path
 import faiss
 import numpy as np
 import torch
+import usearch.index
 from _machine import keep_freed_memory, machine, save_results, table
 
 import oneemb
@@ -35,6 +41,7 @@ class Job:
 
     def __init__(self, folder: str, rows: int, changed: float):
         self.folder, self._rows, self._count, self._saved = folder, rows, int(rows * changed), 0
+        self.trained_s: list[float] = []
         self.embedding = oneemb.MultiTableEmbedding(
             "items", DIM, torch.float32, torch.int64, [oneemb.make_table()],
             oneemb.make_device_mem_store_options(folder), oneemb.make_uniform_initializer(-1.0, 1.0),
@@ -46,6 +53,7 @@ class Job:
     def save_delta(self) -> str:
         self._saved += 1
         self._train(np.random.default_rng(self._saved).choice(self._rows, self._count, replace=False))
+        self.trained_s.append(time.monotonic())
         self.embedding.save_delta(f"v{self._saved}", f"v{self._saved - 1}")
         return f"v{self._saved}"
 
@@ -59,6 +67,62 @@ class Job:
         with oneemb.make_persistent_table_reader(self.folder, name, "int64", "float32") as reader:
             keys, values = zip(*reader, strict=True)
         return np.concatenate(keys), np.concatenate(values)
+
+
+class Timed:
+    """A sink that notes when it has come to show each version."""
+
+    def __init__(self, sink: oneemb.sinks.Sink):
+        self.name, self._sink = sink.name, sink
+        self.version, self.close, self.shown_s = sink.version, sink.close, dict[str, float]()
+
+    @property
+    def wants_whole(self) -> bool:
+        return self._sink.wants_whole
+
+    def apply(self, changes: oneemb.sinks.Changes) -> None:
+        self._sink.apply(changes)
+        self.shown_s[changes.version.name] = time.monotonic()
+
+
+def made_sinks(root: Path) -> dict[str, oneemb.sinks.Sink]:
+    return {
+        "function": oneemb.sinks.Function(lambda changes: [batch.weight_ND.sum() for batch in changes.batches()]),
+        "Parquet files": oneemb.sinks.Files(root / "files", merge_share=100.0),
+        "table": oneemb.sinks.Table(root / "table"),
+        "served file": oneemb.sinks.ServedFile(root / "served" / "file"),
+        "FAISS HNSW32, in memory": oneemb.sinks.Faiss(None, "HNSW32"),
+        "usearch, in memory": oneemb.sinks.Usearch(None),
+    }
+
+
+def train(folder: str, rows: int, changed: float, saves: int, pause_s: float) -> list[float]:
+    """Save deltas; returns the time of the end of the step before each."""
+    torch.set_num_threads(1)
+    job = Job(folder, rows, changed)
+    time.sleep(5)  # The publisher brings all rows to the sinks.
+    for _ in range(saves):
+        job.save_delta()
+        time.sleep(pause_s)
+    job.embedding.close()
+    return job.trained_s
+
+
+def lags_of(folder: Path, sinks: dict[str, oneemb.sinks.Sink], *arguments: float) -> dict[str, np.ndarray]:
+    """Seconds of each sink that follows a training process, for each version, or a later one, to be shown."""
+    timed = {name: Timed(sink) for name, sink in sinks.items()}
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        training = pool.submit(train, str(folder), *arguments)
+        with oneemb.publish(folder, list(timed.values()), seconds=0.1) as publisher:
+            trained_s = training.result()
+            publisher.flush()
+    return {
+        name: np.array([
+            min(at for version, at in one.shown_s.items() if int(version.removeprefix("v")) > number) - trained
+            for number, trained in enumerate(trained_s)
+        ])
+        for name, one in timed.items()
+    }  # fmt: skip
 
 
 def seconds_of(call: Callable[[], object]) -> tuple[float, float]:
@@ -86,6 +150,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--changed", type=float, default=0.01)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--saves", type=int, default=100, help="deltas of the process that the sinks follow")
+    parser.add_argument("--pause", type=float, default=0.5, metavar="SECONDS", help="time between two of them")
     parser.add_argument("--out", help="file of the results")
     options = parser.parse_args()
     keep_freed_memory()
@@ -96,13 +162,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="oneemb-bench-") as folder:
         root = Path(folder)
         job = Job(f"{folder}/rows", options.rows, options.changed)
-        sinks: dict[str, oneemb.sinks.Sink] = {
-            "function": oneemb.sinks.Function(lambda changes: [batch.weight_ND.sum() for batch in changes.batches()]),
-            "Parquet files": oneemb.sinks.Files(root / "files", merge_share=100.0),
-            "table": oneemb.sinks.Table(root / "table"),
-            "served file": oneemb.sinks.ServedFile(root / "served" / "file"),
-            "FAISS HNSW32, in memory": oneemb.sinks.Faiss(None, "HNSW32"),
-        }
+        sinks = made_sinks(root)
+
+        def by_usearch(name: str) -> None:
+            keys, values = job.all_rows(name)
+            usearch.index.Index(ndim=DIM, metric="ip", dtype="f32").add(keys, values, threads=1)
 
         def by_index(name: str) -> None:
             keys, values = job.all_rows(name)
@@ -115,6 +179,7 @@ def main() -> None:
                 job.folder, root / "all.parquet", snapshot=name, overwrite=True
             ),
             "FAISS HNSW32, in memory": by_index,
+            "usearch, in memory": by_usearch,
         }
         process = None
         if shutil.which("redis-server"):
@@ -146,6 +211,10 @@ def main() -> None:
             publisher.close()
         job.embedding.clear()
         job.embedding.close()
+        followers = made_sinks(root / "followed")
+        if process is not None:
+            followers["Redis"] = oneemb.sinks.Redis(f"redis://127.0.0.1:{port}?prefix=followed")
+        lags = lags_of(root / "trained", followers, options.rows, options.changed, options.saves, options.pause)
         if process is not None:
             process.terminate()
             process.wait()
@@ -160,6 +229,8 @@ def main() -> None:
             "delta_clock_ms": round(clock * 1e3, 2), "rows_per_processor_s": round(rows / processor),
             "all_rows_by_hand_ms": round(hand * 1e3, 1), "times_less": round(ratio, 1),
             "all_rows_per_processor_s": round(options.rows / first[name][0]),
+            "lag_p50_s": round(float(np.quantile(lags[name], 0.5)), 2),
+            "lag_p99_s": round(float(np.quantile(lags[name], 0.99)), 2),
         })  # fmt: skip
         print(json.dumps(results[-1]), flush=True)
     save_results(options.out, about, results)
