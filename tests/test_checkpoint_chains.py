@@ -375,6 +375,12 @@ def test_a_loss_of_power_at_any_call_of_saves_and_pruning_leaves_what_was_kept(s
 # ---- any sequence of calls -------------------------------------------------------------------------------------------
 
 
+# Most of the ids that are erased have a row, and most saves go to one path.
+IDS = st.sets(st.integers(0, 40), min_size=1, max_size=6)
+ERASED = st.sets(st.integers(0, 30), min_size=1, max_size=3)
+PATHS = st.sampled_from("aab")
+
+
 class Chains(RuleBasedStateMachine):
     """A job that saves to two paths, is killed and loads. Each kept checkpoint is compared with its dict of rows."""
 
@@ -385,8 +391,17 @@ class Chains(RuleBasedStateMachine):
         self.job = Job(None, self.root / "rows", "ssd")
         self.rows, self.version, self.saves, self.kept = {}, 0, 0, {"a": [], "b": []}
         self.change(set(range(30)), set())
+        # Every example has deltas with changed, new and gone keys, and a kept whole snapshot that nothing goes on from.
+        self.save("a", 3, True)
+        self.change_and_save({1, 2, 31}, {3}, "a", 3)
+        self.change_and_save({2, 3, 32}, {1, 4}, "a", 3)
+        self.hand()
+        self.look()
+        self.save("a", 3, False)
+        self.save("a", 3, False)
+        self.save("a", 2, False)  # prunes all but a parent of the delta
 
-    @rule(ids=st.sets(st.integers(0, 60), min_size=1, max_size=6), erased=st.sets(st.integers(0, 60), max_size=3))
+    @rule(ids=IDS, erased=ERASED)
     def change(self, ids, erased):
         self.version += 1
         self.job.change(self.version, ids, erased)
@@ -399,23 +414,34 @@ class Chains(RuleBasedStateMachine):
         former = self.kept[path] if keep is None else self.kept[path][: keep - 1]
         self.kept[path] = [(f"copy{self.saves}", self.version, self.rows), *former]
 
-    @rule(path=st.sampled_from("ab"), keep=st.sampled_from([1, 2, 3]), delta=st.booleans())
+    @rule(path=PATHS, keep=st.sampled_from([3, 2, 1]), delta=st.sampled_from([True, True, False]))
     def save(self, path, keep, delta):
         self.job.save(self.root / path, delta=delta, keep=keep)
         self.count(path, keep)
 
+    @rule(ids=IDS, erased=ERASED, path=PATHS, keep=st.sampled_from([3, 2, 1]))
+    def change_and_save(self, ids, erased, path, keep):
+        """Most steps of a job: a delta with changed rows and gone keys."""
+        self.change(ids, erased)
+        self.save(path, keep, True)
+
     @rule(since=st.booleans())
-    def hand(self, since):
-        """Save a snapshot or delta without a checkpoint, and delete it if nothing needs it."""
+    def hand(self, since=True):
+        """Save a snapshot or delta without a checkpoint, in place of the one before, which may have been pruned."""
         embedding = self.job.embedding
+        self.delete_handed()
         last = embedding.last_snapshot
-        if since and last is not None:
+        if since and last in embedding.snapshots():
             embedding.save_delta("hand", since=last)
         else:
             embedding.save_snapshot("hand")
-        embedding.delete_snapshot("hand")
+        self.handed = self.rows
 
-    @rule(path=st.sampled_from("ab"), at=st.integers(0, 45), keep=st.sampled_from([1, 2]))
+    def delete_handed(self):
+        if "hand" in self.job.embedding.snapshots():
+            self.job.embedding.delete_snapshot("hand")
+
+    @rule(path=PATHS, at=st.integers(0, 45), keep=st.sampled_from([1, 2]))
     def die_in_a_save(self, path, at, keep):
         before = (self.root / path).read_bytes() if (self.root / path).exists() else None
         with pytest.MonkeyPatch().context() as patch:
@@ -436,7 +462,7 @@ class Chains(RuleBasedStateMachine):
         if not done:
             self.resume("a" if self.kept["a"] else "b", 0)
 
-    @rule(path=st.sampled_from("ab"), which=st.integers(0, 2))
+    @rule(path=PATHS, which=st.integers(0, 2))
     def resume(self, path, which):
         """A new process loads one of the kept checkpoints."""
         if self.job is not None:
@@ -453,13 +479,17 @@ class Chains(RuleBasedStateMachine):
 
     @rule()
     def look(self):
-        """Load every kept checkpoint, in another object on a copy of the folder."""
+        """Load every kept checkpoint, and the snapshot saved by hand, in another object on a copy of the folder."""
         copy = self.root / "elsewhere"
+        shutil.rmtree(copy, ignore_errors=True)  # a look that has failed
         shutil.copytree(self.root / "rows", copy, ignore=shutil.ignore_patterns("LOCK"))
         job = Job(None, copy, "ssd")
         for name, version, rows in (*self.kept["a"], *self.kept["b"]):
             job.load(self.root / name)
             assert job.found() == (version, rows)
+        if "hand" in job.embedding.snapshots():
+            job.embedding.load_snapshot("hand")
+            assert content(job.embedding)[0] == self.handed
         job.embedding.close()
         shutil.rmtree(copy)
 
@@ -468,6 +498,7 @@ class Chains(RuleBasedStateMachine):
             return
         if self.job is not None:
             self.look()
+            self.delete_handed()
             # Saves without a delta, and of few, free everything else.
             for path in "aabb":
                 self.job.save(self.root / path, keep=1)
