@@ -9,6 +9,9 @@ from oneemb.kernels.extras import need
 from oneemb.sinks.index_sink import IndexSink, IndexView, SummedFile
 from oneemb.storage.fs import AnyPath
 
+# Largest number of vectors that one thread adds: more threads would wait for one another for longer than they work.
+_ALONE = 256
+
 
 class FaissLibrary:
     """Indexes of FAISS, of a factory's text or made by a function."""
@@ -33,7 +36,13 @@ class FaissLibrary:
         return index.ntotal
 
     def add(self, index: Any, vector_ND: np.ndarray) -> None:
-        index.add(vector_ND)
+        threads = self._faiss.omp_get_max_threads()
+        if len(vector_ND) <= _ALONE:
+            self._faiss.omp_set_num_threads(1)
+        try:
+            index.add(vector_ND)
+        finally:
+            self._faiss.omp_set_num_threads(threads)
 
     def search(self, view: IndexView, query_QD: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         return view.index.search(query_QD, k, params=self._parameters(view))

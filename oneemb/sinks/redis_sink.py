@@ -131,9 +131,8 @@ class RedisSink:
 
         with self._client.pipeline(transaction=True) as pipe:
             pipe.watch(self._key)
-            found = pipe.get(self._key)
             try:
-                if found != before:
+                if pipe.get(self._key) != before:
                     raise redis.WatchError
                 pipe.multi()
                 if pairs:

@@ -181,7 +181,8 @@ def need_table(fs: FileSystem, path: str) -> None:
             fs.names(f"{path}/{directory}")
         except (FileNotFoundError, NotADirectoryError) as error:
             raise StorageError(
-                f"{path} is no table of oneemb: it has no folder {directory}; give the folder of a table"
+                f"{path} is no table of oneemb: it has no folder {directory}; give the folder of a table, which a job"
+                " makes when it begins"
             ) from error
         except OSError as error:
             raise storage_error(error, "list", f"{path}/{directory}") from error

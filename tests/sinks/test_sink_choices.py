@@ -12,6 +12,7 @@ import redis
 import torch
 
 import oneemb
+from oneemb.sinks.faiss_index import FaissLibrary
 from oneemb.storage.errors import ForkedProcessError
 from tests.support.forks import ended_well, in_child
 from tests.support.published import (
@@ -112,6 +113,26 @@ def test_an_index_of_another_table_is_built_anew(job, tmp_path, saves):
         pass
     shown = read_index(oneemb.sinks.Faiss(tmp_path / "sink"), 1)  # a reader names no table
     assert shown == (newest, of_table(job.rows[newest], 1))
+
+
+def test_faiss_adds_few_vectors_by_one_thread_and_many_by_all():
+    faiss, added = pytest.importorskip("faiss"), []
+
+    class Index:
+        ntotal = 0
+
+        def add(self, vector_ND):
+            added.append((len(vector_ND), faiss.omp_get_max_threads()))
+            self.ntotal += len(vector_ND)
+
+    faiss.omp_set_num_threads(3)
+    try:
+        library = FaissLibrary(lambda vector_ND: Index(), inner_product=True)
+        for size in (1, 256, 257):
+            library.add(library.made(np.zeros((size, 4), np.float32)), np.zeros((size, 4), np.float32))
+        assert added == [(1, 1), (256, 1), (257, 3)] and faiss.omp_get_max_threads() == 3
+    finally:
+        faiss.omp_set_num_threads(os.cpu_count())
 
 
 @pytest.mark.parametrize("make", [oneemb.sinks.Faiss, oneemb.sinks.Usearch])

@@ -602,3 +602,19 @@ def test_a_backlog_that_is_too_large_is_an_error_or_a_pause(job, caplog):
     its.close()
     with pytest.raises(oneemb.StorageError, match="the publisher is closed"):
         its.check()
+
+
+def test_a_connection_that_is_lost_before_the_version_is_read_is_said_to_be_lost(job, redis_server, monkeypatch):
+    redis.Redis(port=redis_server.port).flushall()
+    sink = redis_sink(redis_server.port)
+    publisher = publishing(job, sink, version="v0")
+
+    def get(pipe, key):  # as redis-py raises it
+        raise redis.WatchError("A ConnectionError occurred while watching one or more keys")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(redis.client.Pipeline, "get", get)
+        with pytest.raises(oneemb.PublishError, match="the connection was lost"):
+            publisher.flush()
+    publisher.flush()
+    publisher.close()
