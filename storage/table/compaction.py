@@ -203,6 +203,8 @@ class Compactor:
             if self._background is not None and not self._background.busy and self._excess() > _EARLY:
                 if self._least_loose() is not None:
                     self._background.start(self._run)
+        elif self._removals_in_the_way(None):
+            self.finish_removals()
         self._rows_since_save += rows
 
     def clean_for_save(self, name: str) -> None:

@@ -151,6 +151,9 @@ def test_compaction_chooses_the_chunks_that_its_formulas_name():
     assert reasons == {"loose", "held", "own", "beyond need", "none"}
 
 
+COMPACTION = "oneemb-compaction"
+
+
 class SlowReads(LocalFileSystem):
     """Lets a test act while a chunk is being moved."""
 
@@ -160,7 +163,7 @@ class SlowReads(LocalFileSystem):
         self.go_on.set()
 
     def read_into(self, file, out, offset):
-        if threading.current_thread().name.startswith("oneemb-compaction"):
+        if threading.current_thread().name.startswith(COMPACTION):
             self.reading.set()
             self.go_on.wait(600)
         return super().read_into(file, out, offset)
@@ -173,7 +176,8 @@ def start_compaction(table, fs, rows, rng):
     while not fs.reading.is_set():
         assert time.monotonic() < deadline
         put_random(table, rows, rng, 5, ids=300)  # Few: a put that needs more room waits for the move.
-        time.sleep(0.001)
+        while not fs.reading.is_set() and any(thread.name.startswith(COMPACTION) for thread in threading.enumerate()):
+            time.sleep(0.001)  # A put now might wait for the move, which would stand still.
 
 
 @pytest.mark.parametrize("then", ["put", "load", "clear", "save", "close", "scan"])

@@ -81,11 +81,19 @@ class CountedDisk(FaultyFileSystem):
             self.now -= self.bytes_of.pop(path, 0)
 
 
+class SlowRemovals(CountedDisk):
+    """Takes longer to remove a file than to write one."""
+
+    def remove(self, path):
+        time.sleep(0.02)
+        super().remove(path)
+
+
 class Job:
     """A table, what it holds, and what it may cost."""
 
-    def __init__(self, keys, amplification=2.0, background=False):
-        self.disk, self.amplification = CountedDisk(), amplification
+    def __init__(self, keys, amplification=2.0, background=False, disk=None):
+        self.disk, self.amplification = disk or CountedDisk(), amplification
         self.table = PersistentTable.open(
             "/t", row_width=WIDTH, physical_block_size=BLOCK, chunk_bytes=1 << 24, threads=THREADS, fs=self.disk,
             max_space_amplification=amplification, background=background,
@@ -201,6 +209,17 @@ def test_disk_use_stays_bounded_over_saves_of_any_pattern(saves, kept, backgroun
             job.check_all()
     assert job.write_amplification() < 2
     assert job.table.stats()["rows_moved"] > 0
+    job.check_all()
+    job.table.close()
+
+
+def test_puts_wait_for_removals_that_leave_no_room():
+    rng, job = np.random.default_rng(0), Job(9000, background=True, disk=SlowRemovals())
+    for n in range(6):
+        job.put(job.ids("scan", 2.0, rng))
+        job.save(f"s{n}")
+        if n:
+            job.delete(f"s{n - 1}")
     job.check_all()
     job.table.close()
 
