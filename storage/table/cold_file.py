@@ -9,6 +9,7 @@ Invariant: a caller gets no block that was not compared with its checksum.
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -139,7 +140,8 @@ class ColdFile:
         if file is not None:
             with doing("remove the part of the index at", self._path):
                 self._fs.close(file)
-                self._fs.remove(self._path)
+                with suppress(FileNotFoundError):  # The folder of a closed table may be gone.
+                    self._fs.remove(self._path)
 
     def _take(self, extents: int) -> np.ndarray:
         """Numbers of free extents, ascending: int64 [extents]. If there are too few, the file grows."""

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import errno
+import shutil
 import threading
 from functools import partial
 
@@ -128,6 +129,12 @@ def check_damage(table, rows, rng, flips, call):
                 break
         check(table[0], rows)
     return errors
+
+
+def test_a_table_whose_folder_is_gone_can_be_closed(tmp_path):
+    table = filled(tmp_path / "t", {})
+    shutil.rmtree(tmp_path / "t")
+    table.close()
 
 
 @pytest.mark.parametrize("background", [False, True])
