@@ -12,7 +12,6 @@ sink is the time from the end of the step before a save to the moment at which t
 """
 
 import argparse
-import concurrent.futures
 import functools
 import json
 import multiprocessing
@@ -23,6 +22,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import faiss
@@ -96,26 +96,34 @@ def made_sinks(root: Path) -> dict[str, oneemb.sinks.Sink]:
     }
 
 
-def train(folder: str, rows: int, changed: float, saves: int, pause_s: float) -> list[float]:
-    """Save deltas; returns the time of the end of the step before each."""
+def train(folder: str, rows: int, changed: float, saves: int, pause_s: float, publisher: Connection) -> None:
+    """Save deltas, once the publisher has brought all rows to the sinks; sends the time of the end of the step before
+    each."""
     torch.set_num_threads(1)
     job = Job(folder, rows, changed)
-    time.sleep(5)  # The publisher brings all rows to the sinks.
+    publisher.send("saved")
+    publisher.recv()
     for _ in range(saves):
         job.save_delta()
         time.sleep(pause_s)
     job.embedding.close()
-    return job.trained_s
+    publisher.send(job.trained_s)
 
 
 def lags_of(folder: Path, sinks: dict[str, oneemb.sinks.Sink], *arguments: float) -> dict[str, np.ndarray]:
     """Seconds of each sink that follows a training process, for each version, or a later one, to be shown."""
     timed = {name: Timed(sink) for name, sink in sinks.items()}
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        training = pool.submit(train, str(folder), *arguments)
-        with oneemb.publish(folder, list(timed.values()), seconds=0.1) as publisher:
-            trained_s = training.result()
-            publisher.flush()
+    context = multiprocessing.get_context("spawn")
+    trainer, theirs = context.Pipe()
+    process = context.Process(target=train, args=(str(folder), *arguments, theirs))
+    process.start()
+    trainer.recv()
+    with oneemb.publish(folder, list(timed.values()), seconds=0.1) as publisher:
+        publisher.flush()
+        trainer.send("go")
+        trained_s = trainer.recv()
+        publisher.flush()
+    process.join()
     return {
         name: np.array([
             min(at for version, at in one.shown_s.items() if int(version.removeprefix("v")) > number) - trained
@@ -151,7 +159,7 @@ def main() -> None:
     parser.add_argument("--changed", type=float, default=0.01)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--saves", type=int, default=100, help="deltas of the process that the sinks follow")
-    parser.add_argument("--pause", type=float, default=0.5, metavar="SECONDS", help="time between two of them")
+    parser.add_argument("--pause", type=float, default=2.0, metavar="SECONDS", help="time between two of them")
     parser.add_argument("--out", help="file of the results")
     options = parser.parse_args()
     keep_freed_memory()

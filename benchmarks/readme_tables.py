@@ -192,7 +192,8 @@ def _serving_lag(cases: Sequence[Case]) -> list[list[str]]:
 def _publish(cases: Sequence[Case]) -> list[list[str]]:
     return [
         [case["sink"], _ms(case["delta_ms"]), f"{case['rows_per_processor_s']:,}", _ms(case["all_rows_by_hand_ms"]),
-         f"{case['times_less']:.1f}", f"{case['all_rows_per_processor_s']:,}"]
+         f"{case['times_less']:.1f}", f"{case['all_rows_per_processor_s']:,}",
+         f"{case['lag_p50_s']:.2f} / {case['lag_p99_s']:.2f}"]
         for case in cases
     ]  # fmt: skip
 
@@ -233,7 +234,7 @@ TABLES: dict[str, tuple[list[str], Callable[[Sequence[Case]], list[list[str]]]]]
     "serving_lag": (["rows", "step to served row, s", "p99", "whole file, s", "p99 of lookups meanwhile / otherwise",
                      "one layer / whole file, p50 (p99)", "four layers / whole file"], _serving_lag),
     "publish": (["sink", "delta, ms", "rows a second", "all rows by hand, ms", "by hand / delta",
-                 "first version, rows a second"], _publish),
+                 "first version, rows a second", "lag p50 / p99, s"], _publish),
     "persistent_table": (["case", "blocks of 512 bytes", "of the disk", "blocks of 4,096 bytes", "of the disk",
                           "RocksDB", "LMDB"], _persistent_table),
     "train_step": (["case", "prefetched step, ms", "compute alone, ms", "requests a step", "the disk's a second",
