@@ -150,31 +150,38 @@ def late_check_of(steps: Sequence[Any], grads: Sequence[RowGrads], more: Counts 
     Raises:
         NonFiniteGradientError: an earlier step was left out.
     """
-    stores = {store: None for grad in grads for store in grad.stores}
-    dense = [grad for step in steps for grad in _dense_of(step)]
-    if not stores or not _may_be_late(steps, grads, dense):
+    # Plain loops here and below: every step of a GPU runs them, and a generator takes longer than its few items.
+    stores: dict[Any, None] = {}
+    for grad in grads:
+        stores.update(dict.fromkeys(grad.stores))
+    trained = [_dense_with_grad(step.optimizer) for step in steps]
+    if not stores or not _may_be_late(steps, grads, trained):
         resolve_all(grads)
         return None
+    dense = [cast(torch.Tensor, parameter.grad) for parameters in trained for parameter in parameters]
     backend = grads[0].store.backend
     first, *others = [store.step_lock.late_check for store in stores]
-    if first is None or first.backend is not backend or any(other is not first for other in others):
+    if first is None or first.backend is not backend or others.count(first) < len(others):
         resolve_all(grads)
         first = LateCheck(backend)
         for store in stores:
             store.step_lock.late_check = first
     first.resolve(wait=False)
-    counts = [*((store, "step") for store in stores), *((step, "taken") for step in steps), *more]
+    counts: list[tuple[Any, str]] = [(store, "step") for store in stores]
+    counts += [(step, "taken") for step in steps]
+    counts += more
     first.begin(grads, dense, counts)
     return first
 
 
-def _dense_with_grad(step: Any) -> list[torch.Tensor]:
-    parameters = (parameter for group in step.optimizer.param_groups for parameter in group["params"])
-    return [parameter for parameter in parameters if parameter.grad is not None]
-
-
-def _dense_of(step: Any) -> list[torch.Tensor]:
-    return [parameter.grad for parameter in _dense_with_grad(step) if parameter.grad is not None]
+def _dense_with_grad(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of an optimizer that have a gradient, when the gradients of rows were taken out."""
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                found.append(parameter)
+    return found
 
 
 def _has_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
@@ -192,22 +199,32 @@ def _asks_device(optimizer: Any) -> bool:
     return all_fused and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def _may_be_late(steps: Sequence[Any], grads: Sequence[RowGrads], dense: Sequence[torch.Tensor]) -> bool:
-    """Whether nobody on the host has to know whether the gradients of a step are finite."""
+def _may_be_late(steps: Sequence[Any], grads: Sequence[RowGrads], trained: Sequence[list[torch.Tensor]]) -> bool:
+    """Whether nobody on the host has to know whether the gradients of a step are finite. `trained`: parameters with
+    gradients of each optimizer."""
     backend = grads[0].store.backend
-    if not backend.waits or any(grad.store.backend is not backend for grad in grads):
+    if not backend.waits:
         return False
-    if any(store.watchers for grad in grads for store in grad.stores):
-        return False  # They read the rows that are about to change.
-    if any(type(grad) is not torch.Tensor or grad.is_sparse or grad.device != backend.device for grad in dense):
-        return False
-    for step in steps:
-        if step.skip_nonfinite or hasattr(step.optimizer, "found_inf"):
+    for grad in grads:
+        if grad.store.backend is not backend:
             return False
-        if _dense_of(step) and not _asks_device(step.optimizer):
+        for store in grad.stores:
+            if store.watchers:
+                return False  # They read the rows that are about to change.
+    for step, parameters in zip(steps, trained, strict=True):
+        optimizer = step.optimizer
+        if step.skip_nonfinite or hasattr(optimizer, "found_inf"):
+            return False
+        if parameters and not _asks_device(optimizer):
             return False  # It would write numbers that are not finite.
-        if any(not _has_state(step.optimizer, parameter) for parameter in _dense_with_grad(step)):
-            return False  # A first step that is left out may leave a state of torch's without initial values.
-        if any((rows := step.rows_of(grad.stores[0])) is not None and has_own_update(rows[0]) for grad in grads):
-            return False
+        for parameter in parameters:
+            dense = parameter.grad
+            if type(dense) is not torch.Tensor or dense.is_sparse or dense.device != backend.device:
+                return False
+            if not _has_state(optimizer, parameter):
+                return False  # A first step that is left out may leave a state of torch's without initial values.
+        for grad in grads:
+            rows = step.rows_of(grad.stores[0])
+            if rows is not None and has_own_update(rows[0]):
+                return False
     return True

@@ -12,6 +12,7 @@ import torch
 from oneemb.embeddings.embedding import TableEmbedding
 from oneemb.embeddings.weight_of_rows import WeightOfRows
 from oneemb.graph import ops
+from oneemb.graph.building import building_now
 from oneemb.graph.recorder import UNCOUNTED, StepStats
 from oneemb.graph.row_optimizers import Group, RowOptimizer
 from oneemb.graph.tracers import uncompiled
@@ -19,7 +20,7 @@ from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.step_lock import in_step
 from oneemb.training.row_step import RowStep, attach, groups_of_rows, row_weights, step_rows
-from oneemb.training.step_hooks import rows_stepped, steps_nothing
+from oneemb.training.step_hooks import is_observed, note_step, rows_stepped, steps_nothing
 
 
 def _of_torch(name: str, doc: str) -> Any:
@@ -42,6 +43,25 @@ def _of_row_step(name: str, doc: str) -> Any:
         setattr(optimizer.row_step, name, value)
 
     return property(attrgetter(f"row_step.{name}"), put, doc=doc)
+
+
+def _unrecorded(step: Callable[..., Any]) -> Any:
+    """Decorator of `Optimizer.step`, which torch would wrap to call hooks and to record each call for a profiler. The
+    wrapper is left out where nobody sees it."""
+    recorded = torch.optim.Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def call(optimizer: "Optimizer", *args: Any, **kwargs: Any) -> Any:
+        if is_observed(optimizer):
+            return recorded(optimizer, *args, **kwargs)
+        if (building := building_now()) is not None:
+            building.check_step(optimizer)
+        result = step(optimizer, *args, **kwargs)
+        note_step(optimizer, row_weights(optimizer.optimizer))
+        return result
+
+    call.hooked = True  # type: ignore[attr-defined]  # torch wraps no function that has this attribute
+    return uncompiled(call)
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -176,7 +196,7 @@ class Optimizer(torch.optim.Optimizer):
             return None
         return embedding.row_optimizer, [self.optimizer.param_groups[g] for g in self._groups_of[store]]
 
-    @uncompiled  # torch.compile stays out of it, as out of a lookup
+    @_unrecorded
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the dense parameters and the rows that have a gradient. Gradients stay until `zero_grad`.
 

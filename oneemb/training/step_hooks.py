@@ -37,7 +37,7 @@ from oneemb.kernels.compile_notice import compile_notice
 from oneemb.storage.locking.signals import signals
 from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.step_lock import in_step
-from oneemb.training.row_step import RowStep, embedding_of, row_weights, rows_to_owners
+from oneemb.training.row_step import RowStep, WeightInGroup, embedding_of, row_weights, rows_to_owners
 
 
 class _Hooked(RowStep):
@@ -201,16 +201,19 @@ def _after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> No
     step = None if begun is None else begun()
     if step is not None:
         step.end()
+    note_step(optimizer, row_weights(optimizer))
+
+
+def note_step(optimizer: torch.optim.Optimizer, weights: Sequence[WeightInGroup]) -> None:
+    """Note that an optimizer has stepped. `weights`: result of `row_weights`."""
     if compile_notice.unreported:
         compile_notice.report()
     if unattached:
         warn_of_untrained(warn_user)
-    has_rows = False
-    for _, weight, _ in row_weights(optimizer):
+    for _, weight, _ in weights:
         # Tools step with gradients of zeros to create an optimizer's state; that writes to the weight.
         weight.stepped_version = version_of(weight)  # type: ignore[attr-defined]
-        has_rows = True
-    if has_rows and not hasattr(optimizer, "names_rows") and not _steps_others(optimizer):
+    if weights and not hasattr(optimizer, "names_rows") and not _steps_others(optimizer):
         optimizer.names_rows = True  # type: ignore[attr-defined]
         optimizer.register_state_dict_post_hook(_name_rows)
         optimizer.register_load_state_dict_post_hook(_forget_state)
@@ -245,6 +248,16 @@ def _is_torchs(step: Any) -> bool:
     return True
 
 
+def is_observed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook, other than those of this file, or a profiler would see a step of the optimizer."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks) > len(_HOOKS)
+        or torch.autograd._profiler_enabled()
+    )
+
+
 def steps_nothing(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer.step()` would change nothing and no hook would see it: no parameter has a gradient, as for an
     optimizer that trains only rows."""
@@ -252,10 +265,7 @@ def steps_nothing(optimizer: torch.optim.Optimizer) -> bool:
         not hasattr(optimizer, "names_rows")  # `_after` has not run yet
         or "step" in vars(optimizer)  # a scheduler has wrapped it to count steps
         or not _is_torchs(type(optimizer).step)  # another class may count steps
-        or torch.autograd._profiler_enabled()  # a profiler records steps
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks) > len(_HOOKS)
+        or is_observed(optimizer)
     ):
         return False
     for group in optimizer.param_groups:

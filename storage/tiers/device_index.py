@@ -78,7 +78,7 @@ class DeviceIndex:
 
     def has_room(self, more: int) -> bool:
         """Whether this many keys beyond those here fit without growth."""
-        return self._taken + more <= int(len(self.cell_C2) * _LOAD_MAX)
+        return self._taken + more <= int(self.cell_C2.shape[0] * _LOAD_MAX)
 
     def note_inserted(self, size: int) -> None:
         """Count keys that a loop has put into the cells."""

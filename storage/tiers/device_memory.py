@@ -75,6 +75,9 @@ def _enlarged(array: torch.Tensor, size: int, device: torch.device) -> torch.Ten
 # ---- order of calls --------------------------------------------------------------------------------------------------
 
 
+_UNORDERED = contextlib.nullcontext()
+
+
 class StreamOrder:
     """Order of a tier's calls on several streams: the device runs the calls in the order in which the host made
     them. As long as all calls come on one stream, nothing is asked of the device for that."""
@@ -103,17 +106,15 @@ class StreamOrder:
         self._released.setdefault(self._stream, self._end)
         return False
 
-    @contextlib.contextmanager
-    def __call__(self, arrays: Callable[[], list[torch.Tensor]]) -> Iterator[None]:
+    def __call__(self, arrays: Callable[[], list[torch.Tensor]]) -> contextlib.AbstractContextManager[None]:
         """Let the launches in a `with` block, on the current stream, run after the launches of all earlier blocks.
         `arrays` returns the arrays that the block uses and that outlive it."""
-        if not self._on_gpu:
-            yield
-            return
-        stream = torch.cuda.current_stream(self._gpu.device)
-        if self._alone(stream):
-            yield
-            return
+        if self._on_gpu and not self._alone(stream := torch.cuda.current_stream(self._gpu.device)):
+            return self._ordered(stream, arrays)
+        return _UNORDERED
+
+    @contextlib.contextmanager
+    def _ordered(self, stream: torch.cuda.Stream, arrays: Callable[[], list[torch.Tensor]]) -> Iterator[None]:
         if self._end is not None and stream != self._stream:
             stream.wait_event(self._end)
             for array in arrays():

@@ -110,7 +110,7 @@ class DeviceSlots(MemoryTier):
     """Number that a use counts now, for "lfu": see oneemb.storage.tiers.hot_tier."""
 
     def _release(self, slot_U: torch.Tensor) -> None:
-        self._gpu.run(release_loop, len(slot_U), slot_U, self.pin_S)
+        self._gpu.run(release_loop, slot_U.shape[0], slot_U, self.pin_S)
         self._order.released(slot_U)
 
     _release_in_order = in_order(_release)
@@ -149,18 +149,21 @@ class DeviceSlots(MemoryTier):
     def _make_room_to_admit(self, keys: DeviceKeys) -> bool:
         """Whether `_admit`, which does not wait for the device, can acquire these keys: only if no error is possible.
         Counts pending lookups until there is room."""
-        admits_keys = getattr(self.init_rows, "admits_keys", False)
-        if not self._resident or not admits_keys or keys.check is not None or len(keys.id_U) == 0:
+        size = keys.id_U.shape[0]
+        if not self._resident or keys.check is not None or size == 0:
             return False
-        while not self._has_room(len(keys.id_U)) and self._pending:
+        if not getattr(self.init_rows, "admits_keys", False):
+            return False
+        while not (fits := self._has_room(size)) and self._pending:
             self._apply_first()
-        return self._has_room(len(keys.id_U))
+        return fits
 
     def _has_room(self, more: int) -> bool:
         """Whether that many new keys fit into slots, index and limits, whatever pending lookups have brought."""
-        more += sum(lookup.keys for lookup in self._pending)
+        for lookup in self._pending:
+            more += lookup.keys
         slots, limit = self._free.used + self._free.fresh(more), self._limits.row_limit
-        fits = slots <= min(len(self.pin_S), len(self._free.stack_X)) and self._index.has_room(more)
+        fits = slots <= min(self.pin_S.shape[0], self._free.stack_X.shape[0]) and self._index.has_room(more)
         return fits and (limit is None or (self._rows is not None and self._rows + more <= limit))
 
     def _make_room_ahead(self, keys: int) -> None:
@@ -180,7 +183,7 @@ class DeviceSlots(MemoryTier):
     def _admit(self, keys: DeviceKeys) -> torch.Tensor:
         """Pinned slots of keys, `BEYOND` after the last; new ones are initialized and put into the index: see
         admit_cuda.py. An error has changed nothing."""
-        size, free = len(keys.id_U), self._free
+        size, free = keys.id_U.shape[0], self._free
         slot_U = self._gpu.empty(size, dtype=torch.int64)
         # While an admission is pending, only the device knows which slots are free; then no call has changed them.
         is_known = not any(lookup.admits for lookup in self._pending)
