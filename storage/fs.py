@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from oneemb.storage.errors import StorageError
+from oneemb.storage.errors import CorruptTableError, StorageError
 
 AnyPath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 """A path as callers give it; `absolute_path` makes one for use."""
@@ -356,6 +356,12 @@ def storage_error(error: OSError, action: str, path: str) -> StorageError:
     }.get(error.errno or 0, "see the system's error and call again")
     name = errno.errorcode.get(error.errno or 0, "error")
     return StorageError(f"could not {action} {path}: {name}: {error.strerror or error}; {advice}")
+
+
+def is_damage(error: StorageError) -> bool:
+    """Whether an error says that bytes on a disk are damaged, or that the device cannot read them."""
+    cause = error.__cause__
+    return isinstance(error, CorruptTableError) or isinstance(cause, OSError) and cause.errno == errno.EIO
 
 
 @contextmanager

@@ -4,6 +4,7 @@ Invariant: if several processes need the same file, one makes it under a lock; t
 """
 
 import hashlib
+import logging
 import os
 import sys
 import time
@@ -29,7 +30,7 @@ from oneemb.serving.layers import (
 from oneemb.serving.stored_rows import StoredCopy
 from oneemb.storage.bottom import NOT_SAVED
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
-from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing, path_text
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing, is_damage, path_text
 from oneemb.storage.objects.object_store import ObjectStore
 from oneemb.storage.serving.layered_file import LayeredFile
 from oneemb.storage.serving.room import RoomFullError
@@ -38,11 +39,13 @@ from oneemb.storage.serving.served_writer import remove_unfinished_files, write_
 from oneemb.storage.snapshots.linked_rows import every_key
 from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.row_cap import KeysIn, RowCap
-from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot, look_at
+from oneemb.storage.snapshots.snapshot_parts import FoundParts, PartedSnapshot, look_at
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 DTYPES = ("float32", "float16", "int8", "int4")
 """Formats of weights in files; "float32" keeps the weights as trained."""
+
+_log = logging.getLogger("oneemb")
 
 _LOOKS = 4  # looks for the newest snapshot, while each look finds a newer one
 
@@ -128,16 +131,19 @@ class _StoppedError(Exception):
 
 def find_snapshot(paths: Sequence[str], name: str | None) -> PartedSnapshot:
     """Snapshot with this name, or, without a name, the newest. StorageError if there is none."""
-    if name is not None:
-        return look_at(paths).get(name)
-    newest = _newest(paths)
+    return look_at(paths).get(name) if name is not None else _find_newest(paths)[1]
+
+
+def _find_newest(paths: Sequence[str]) -> tuple[FoundParts, PartedSnapshot]:
+    """Snapshots at these paths, and the newest of them that can be read."""
+    found, newest = _newest(paths)
     for _ in range(_LOOKS):
         # Between the listing and the reading the job may have deleted snapshots and saved newer ones.
-        again = _newest(paths)
-        if again.info.identity == newest.info.identity:
+        former = newest
+        found, newest = _newest(paths)
+        if newest.info.identity == former.info.identity:
             break
-        newest = again
-    return newest
+    return found, newest
 
 
 def is_gone(paths: Sequence[str], served: Version) -> bool:
@@ -148,12 +154,12 @@ def is_gone(paths: Sequence[str], served: Version) -> bool:
     return served.identity not in there and not found.damaged_of(served.name)
 
 
-def _newest(paths: Sequence[str]) -> PartedSnapshot:
+def _newest(paths: Sequence[str]) -> tuple[FoundParts, PartedSnapshot]:
     found = look_at(paths)
     names = [one.name for one in found.snapshots() if not one.name.startswith(NOT_SAVED)]
     if not names:
         raise SnapshotNotFoundError(f"no snapshot in {', '.join(paths)}; save one first")
-    return found.get(names[-1])
+    return found, found.get(names[-1])
 
 
 def make_file(
@@ -216,12 +222,16 @@ def open_snapshot(
         CorruptTableError: a file exists and is damaged.
     """
     failed, error, tries = "", None, 0
+    there: FoundParts | None
     while True:
         source.pull(name, stop)
         if stop():
             return None
         try:
-            found = find_snapshot(source.paths, name)
+            if name is None:
+                there, found = _find_newest(source.paths)
+            else:
+                there, found = None, find_snapshot(source.paths, name)
         except SnapshotNotFoundError:
             if source.stored is None or tries >= _LOOKS:
                 raise
@@ -232,6 +242,8 @@ def open_snapshot(
             or found.sequence <= served.sequence
             and not is_gone(source.paths, served)
         ):
+            if there is not None:
+                there.check_newest(found)
             return None
         if error is not None and found.info.identity == failed:
             if tries >= _LOOKS or not isinstance(error, SnapshotNotFoundError):
@@ -282,12 +294,25 @@ def _make(
 ) -> list[VersionFile]:
     """Make the served files of a snapshot, and return them. Other files of the kind are removed, except the two newest
     whole files, the files from which a new layer goes on, and newer layers."""
-    made, changes = rows_since(snapshot, files_in(source.folder, kind), source.paths, source.cap)
-    new = make_layer(
-        source.folder, kind, snapshot, made, changes, threads=threads, progress=progress, cap=source.cap
-    ) if changes is not None else None  # fmt: skip
+    made: list[VersionFile] = []
+    new, damage = None, None
+    try:
+        made, changes = rows_since(snapshot, files_in(source.folder, kind), source.paths, source.cap)
+        if changes is not None:
+            new = make_layer(
+                source.folder, kind, snapshot, made, changes, threads=threads, progress=progress, cap=source.cap
+            )
+    except StorageError as error:
+        if not is_damage(error):
+            raise
+        damage = error  # of an older snapshot or file; or of this snapshot, and then the next call raises it
     if new is None:
         new = [_make_whole(source, kind, snapshot, threads, progress)]
+        if damage is not None:
+            _log.warning(
+                "%s: a file of all rows of %r was made, since a layer of changes could not be: %s",
+                source.name, snapshot.name, damage,
+            )  # fmt: skip
     files = files_in(source.folder, kind)
     kept = {*made, *new, *[one for one in files if not one.since][-_KEPT:]}
     for old in files:

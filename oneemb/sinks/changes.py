@@ -13,6 +13,7 @@ import numpy as np
 from oneemb.rows.files import RowsOfFile
 from oneemb.rows.values import state_of, weights_of
 from oneemb.sinks.version import TableVersion
+from oneemb.storage.errors import StorageError
 from oneemb.storage.snapshots.linked_rows import LinkedRows, every_key
 from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.row_cap import CappedChanges, KeysIn, RowCap, capped_changes
@@ -38,11 +39,12 @@ class Changes:
         cap: says which rows stay, of the tables that are asked for; the others count as gone. None = all.
         changed: the changes, if the snapshot is no delta since the version before, and not all rows are given; None =
             the rows of the delta, or all rows.
+        damage: error because of which all rows are given; None = there was none.
     """
 
     def __init__(
         self, snapshot: PartedSnapshot, is_whole: bool, stop: Callable[[], bool] = lambda: False,
-        cap: RowCap | None = None, changed: LinkedRows | None = None,
+        cap: RowCap | None = None, changed: LinkedRows | None = None, damage: StorageError | None = None,
     ):  # fmt: skip
         self.snapshot = snapshot
         """The version's snapshot in the table's folder."""
@@ -59,6 +61,8 @@ class Changes:
             self.num_rows = min(self.num_rows, cap.max_rows)
         self.nbytes = self.num_rows * self.rows.format.row_bytes
         """Bytes of the rows, at most."""
+        self.damage = damage
+        """Error of reading the changes since the version before, because of which the changes are all rows."""
         self._stop, self._cap, self._changed = stop, cap, changed
         self._capped: dict[tuple[int, ...] | None, CappedChanges] = {}  # of the tables that were asked for
 

@@ -38,6 +38,8 @@ class SinkStats(TypedDict):
     """Rows of these versions, at most."""
     wholes: int
     """Versions among them that were given as all rows."""
+    damaged: int
+    """Versions among these whose changes could not be read, since files of an older snapshot are damaged."""
     errors: int
     """Calls that have failed."""
     error: str | None
@@ -57,7 +59,7 @@ class Delivery:
         self._cap = None if max_rows is None else RowCap(max_rows)
         self._lock, self._closed = threading.Lock(), False
         self._shown: TableVersion | None = None
-        self._count = {"versions": 0, "rows": 0, "wholes": 0, "errors": 0}
+        self._count = {"versions": 0, "rows": 0, "wholes": 0, "damaged": 0, "errors": 0}
         self.error: BaseException | None = None
         """Error of the last call of `run`; None = the sink showed the newest version."""
 
@@ -115,6 +117,14 @@ class Delivery:
             self._count["versions"] += 1
             self._count["rows"] += changes.num_rows
             self._count["wholes"] += changes.is_whole
+            if changes.damage is not None:
+                self._count["damaged"] += 1
+                _log.warning(
+                    "%s got all rows of %r, since the changes could not be read: %s",
+                    self.sink.name, changes.version.name, changes.damage,
+                )  # fmt: skip
+        if not stop():
+            self._versions.check_newest()
 
     def _pending(self, stop: Callable[[], bool]) -> list[Changes]:
         self._shown = self.sink.version()
@@ -145,6 +155,7 @@ class Delivery:
             "versions": self._count["versions"],
             "rows": self._count["rows"],
             "wholes": self._count["wholes"],
+            "damaged": self._count["damaged"],
             "errors": self._count["errors"],
             "error": None if error is None else f"{type(error).__name__}: {error}",
         }

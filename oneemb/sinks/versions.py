@@ -10,7 +10,7 @@ from oneemb.serving.stored_rows import StoredCopy
 from oneemb.sinks.changes import Changes
 from oneemb.sinks.version import PublishError, TableVersion
 from oneemb.storage.bottom import NOT_SAVED
-from oneemb.storage.errors import OtherTableError
+from oneemb.storage.errors import OtherTableError, StorageError
 from oneemb.storage.snapshots.changed_rows import changed_rows
 from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.row_cap import RowCap
@@ -77,6 +77,13 @@ class Versions:
         names = [one.name for one in found.snapshots() if not one.name.startswith(NOT_SAVED)]
         return found.get(names[-1]) if names else None
 
+    def check_newest(self) -> None:
+        """Raise CorruptTableError or FormatVersionError if a snapshot that cannot be read is newer than the newest that
+        can be."""
+        newest = self.newest() if self.target is None else None
+        if newest is not None:
+            self.look().check_newest(newest)
+
     def changes(
         self, shown: TableVersion | None, *, wants_whole: bool, when_behind: str, stop: Callable[[], bool],
         cap: RowCap | None = None, compares: bool = True,
@@ -110,6 +117,9 @@ class Versions:
             )
         if version.identity == shown.identity:
             return []
+        if self.target is None and version.sequence < shown.sequence:
+            for damaged in self.look().damaged_of(shown.name):
+                raise damaged.error()  # The sink's version was not deleted: it stays.
         links = [*newest.before, newest]
         known = [link.info.identity for link in links]
         if shown.identity in known and not wants_whole:
@@ -118,22 +128,30 @@ class Versions:
             if cap is None or TableVersion.of(chain[first - 1]).history == shown.history:
                 return [Changes(link, False, stop, cap) for link in chain[first:]]
             wants_whole = True  # Under the cap, the sink has other rows than this chain gives.
+        damage = None
         if compares and cap is None and not wants_whole and version.sequence > shown.sequence:
-            changed = self._changed_since(shown, newest)
+            try:
+                changed = self._changed_since(shown, newest)
+            except StorageError as error:
+                damage, changed = error, None
             if changed is not None:
                 return [Changes(newest, False, stop, changed=changed)]
         if when_behind == "error" and not wants_whole:
+            because = "" if damage is None else f", since files are damaged: {damage}"
             raise PublishError(
                 f"the sink shows {shown.name!r} (identity {shown.identity}), and {', '.join(self.paths)} has no changes"
-                f' from there to {version.name!r}; publish with when_behind="whole" to give the sink all rows'
-            )
-        return [Changes(newest, True, stop, cap)]
+                f' from there to {version.name!r}{because}; publish with when_behind="whole" to give the sink all rows'
+            ) from damage
+        return [Changes(newest, True, stop, cap, damage=damage)]
 
     def _changed_since(self, shown: TableVersion, newest: PartedSnapshot) -> LinkedRows | None:
         """Changes from the version that a sink shows to a snapshot that does not go on from it. None if the folder does
-        not have the sink's version, or if all rows must be read."""
+        not have the sink's version, or if all rows must be read. StorageError if files of one of the two are damaged or
+        cannot be read."""
         found = self.look()
         for one in found.snapshots():
             if one.info.identity == shown.identity and one.name not in found.broken():
                 return changed_rows(found.get(one.name), newest)
+        for damaged in found.damaged_of(shown.name):
+            raise damaged.error()
         return None

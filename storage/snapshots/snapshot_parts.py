@@ -154,13 +154,18 @@ class PartedSnapshot:
 
 @dataclass(frozen=True)
 class Damaged:
-    """A table's snapshot that cannot be read. `reason`: text of the error; `newer`: whether a later release wrote
-    it."""
+    """A table's snapshot that cannot be read. `reason`: text of the error; `newer`: whether a later release wrote it;
+    `written`: time of the file's last change, in seconds since 1970."""
 
     folder: str
     name: str
     reason: str
     newer: bool
+    written: float
+
+    def error(self) -> StorageError:
+        """The error again that was raised when the file was read."""
+        return (FormatVersionError if self.newer else CorruptTableError)(self.reason)
 
 
 class FoundParts:
@@ -221,7 +226,7 @@ class FoundParts:
                 _check_kind(f"snapshot {name!r}, with its parents,", filled)
             return replace(last, before=tuple(before))
         for damaged in self.damaged_of(name):
-            raise (FormatVersionError if damaged.newer else CorruptTableError)(damaged.reason)
+            raise damaged.error()
         begin = f"{named_by} names a snapshot that is not there: " if named_by else ""
         for parts in self.incomplete():
             if parts[0].whole.name == name:
@@ -279,6 +284,14 @@ class FoundParts:
         leftovers = {(part.folder, part.info.name) for part in self.leftovers()}
         parts = [part for part in self.parts_of(name) if (part.folder, part.info.name) not in leftovers]
         return list(dict.fromkeys([part.folder for part in parts] + [one.folder for one in self.damaged_of(name)]))
+
+    def check_newest(self, newest: PartedSnapshot) -> None:
+        """Raise CorruptTableError or FormatVersionError if a snapshot that cannot be read was saved after `newest`, the
+        newest of those that can be read. The time of its file says when a snapshot was saved whose description is
+        damaged."""
+        later = [one for one in self.damaged if one.written > newest.info.created]
+        if later:
+            raise max(later, key=lambda one: one.written).error()
 
     def damaged_of(self, name: str) -> list[Damaged]:
         """Damaged files that may be parts of a snapshot of this name."""
@@ -354,11 +367,20 @@ def find_parts(folders: Sequence[str], fs: FileSystem | None = None) -> FoundPar
             except SnapshotNotFoundError:
                 continue  # A writer has removed the snapshot since it was listed.
             except StorageError as error:
-                damaged.append(Damaged(folder, name, str(error), isinstance(error, FormatVersionError)))
+                is_newer, written = isinstance(error, FormatVersionError), _written_at(files.path(name))
+                damaged.append(Damaged(folder, name, str(error), is_newer, written))
                 continue
             if part is not None:
                 parts.append(part)
     return FoundParts(parts, damaged, folders)
+
+
+def _written_at(path: str) -> float:
+    """Time of a file's last change, in seconds since 1970; 0.0 if the file has been removed."""
+    try:
+        return os.path.getmtime(path)
+    except OSError:
+        return 0.0
 
 
 def look_at(paths: Iterable[str], fs: FileSystem | None = None) -> FoundParts:

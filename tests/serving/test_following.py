@@ -235,7 +235,9 @@ def test_the_newest_snapshot_there_is_takes_the_place_of_a_deleted_one_alone(job
     file = tmp_path / "job" / "snapshots" / "step 2.snapshot".replace(" ", "%20")
     content = file.read_bytes()
     file.write_bytes(content[:200])
-    assert not served.refresh() and answer(served) == 2, "a snapshot that cannot be read is not deleted"
+    with pytest.raises(oneemb.CorruptTableError, match="step%202.snapshot"):
+        served.refresh()
+    assert answer(served) == 2, "a snapshot that cannot be read is not deleted"
     file.write_bytes(content)
     assert not served.refresh()
     job.remove(2)

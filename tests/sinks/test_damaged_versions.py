@@ -1,0 +1,178 @@
+"""Damaged snapshots of a job: an older one keeps neither a sink nor a server on its version; a newest one is an error
+that names the file, and the version before stays. The oracle is a dict of rows for each version."""
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import oneemb
+from oneemb.storage.table.chunk_files import chunk_paths
+from oneemb.storage.table.snapshot_reader import SnapshotReader
+from tests.support.published import Job, Place, publishing
+
+KINDS = ["function", "redis", "parquet", "table", "faiss", "server"]
+PLACES = [0.0, 0.4, 0.9, 1.0]
+"""Places of flipped bytes, as shares of a file."""
+
+
+class Server:
+    """A server that follows a job, as a `Place`. `make` opens it."""
+
+    def __init__(self, job, folder):
+        self._job, self._folder = job, folder
+        self.served = None
+
+    def open(self, name):
+        self.served = oneemb.InferenceEmbedding.open(self._job.folder, name, absent="zeros", folder=self._folder)
+
+    def check(self, job, name):
+        assert self.served.version.name == name
+        keys = sorted({key for rows in job.rows.values() for key in rows})
+        tables, ids = (torch.tensor(column) for column in zip(*keys, strict=True))
+        rows = self.served(ids, tables).numpy()
+        zeros = bytes(rows[0].nbytes)
+        assert all(row.tobytes() == job.rows[name].get(key, zeros) for key, row in zip(keys, rows, strict=True))
+
+
+class Shown:
+    """A sink or a server of a kind, which shows v1."""
+
+    def __init__(self, kind, job, folder, redis_server):
+        self._job, self.is_server = job, kind == "server"
+        self._place = Server(job, folder) if self.is_server else Place(kind, folder, redis_server)
+        if self.is_server:
+            self._place.open("v1")
+            return
+        self._publisher = publishing(job, self._place.make(), version="v1")
+        self._publisher.flush()
+
+    def bring(self):
+        """Show the newest version; returns how often the changes could not be read."""
+        if self.is_server:
+            self._place.served.refresh()
+            return None
+        self._publisher.show(None)
+        return self._publisher.stats().popitem()[1]["damaged"]
+
+    def check(self, name):
+        self._place.check(self._job, name)
+
+    def close(self):
+        (self._place.served if self.is_server else self._publisher).close()
+
+
+def reopened(job):
+    """The same job after a restart, which writes to new chunks."""
+    job.close()
+    again = Job(job.folder)
+    again.rows = job.rows
+    again.embedding.load_snapshot(list(job.rows)[-1])
+    return again
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A job with whole snapshots v0 and v2, and a delta v1 in chunks of which v2 has no row."""
+    job = Job(tmp_path_factory.mktemp("job") / "job")
+    job.train(1000, ids=10000)
+    job.save("v0")
+    for n in (1, 2):
+        job = reopened(job)
+        job.save(f"v{n}", count=200, ids=20, whole=n == 2)
+    yield job
+    job.close()
+
+
+def file_of(job, name, file):
+    """Path of the file of a snapshot, or of the keys of its last chunk."""
+    if file == "snapshot":
+        return Path(job.folder, "snapshots", f"{name}.snapshot")
+    with SnapshotReader.open(job.folder, name) as reader:
+        return Path(chunk_paths(f"{job.folder}/chunks", max(reader.parts))[1])
+
+
+@contextmanager
+def flipped(path, place):
+    """Block in which one byte of a file is another, though the time of the file is the former one."""
+    data, times = path.read_bytes(), os.stat(path)
+    at = int(place * (len(data) - 1))
+
+    def write(changed):
+        path.write_bytes(changed)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        os.utime(path.parent)  # so that publishers look into the folder again
+
+    write(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+    try:
+        yield
+    finally:
+        write(data)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_older_snapshot_keeps_no_sink_and_no_server_on_its_version(
+    kind, job, tmp_path, redis_server, caplog
+):  # fmt: skip
+    told = []
+    for file in ("snapshot", "keys"):
+        for place in PLACES:
+            shown = Shown(kind, job, tmp_path / f"{file} {place}", redis_server)
+            shown.check("v1")
+            path = file_of(job, "v1", file)
+            with flipped(path, place):
+                told.append(shown.bring())
+            shown.check("v2")
+            shown.close()
+            assert told[-1] in (0, 1, None)
+    assert kind == "server" or sum(told) > len(PLACES), told
+    assert "could not be" in caplog.text and str(path) in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_newest_snapshot_is_an_error_that_names_it_and_the_version_before_stays(
+    kind, job, tmp_path, redis_server
+):  # fmt: skip
+    for file in ("snapshot", "keys"):
+        path = file_of(job, "v2", file)
+        for place in PLACES:
+            shown, raised = Shown(kind, job, tmp_path / f"{file} {place}", redis_server), False
+            with flipped(path, place):
+                try:
+                    shown.bring()
+                except oneemb.StorageError as error:
+                    assert str(path) in str(error)
+                    raised = True
+                shown.check("v1" if raised else "v2")  # Bytes between the parts of a file do not matter.
+            shown.bring()
+            shown.check("v2")
+            shown.close()
+            assert raised or file == "snapshot" and 0 < place < 1
+
+
+@pytest.mark.parametrize("kind", ["parquet", "server"])
+def test_a_version_that_is_shown_stays_though_its_snapshot_is_damaged_since(kind, job, tmp_path, redis_server):
+    shown, path = Shown(kind, job, tmp_path / kind, redis_server), file_of(job, "v2", "snapshot")
+    shown.bring()
+    for _ in range(2):
+        with flipped(path, 0.0), pytest.raises(oneemb.StorageError, match="v2.snapshot"):
+            shown.bring()
+        shown.check("v2")
+    shown.bring()
+    shown.close()
+
+
+def test_a_snapshot_of_a_later_release_is_an_error_though_older_ones_can_be_read(job, tmp_path, redis_server):
+    for kind in ("table", "server"):
+        shown, path = Shown(kind, job, tmp_path / kind, redis_server), file_of(job, "v2", "snapshot")
+        data = path.read_bytes()
+        path.write_bytes(data[:8] + bytes([data[8] + 1]) + data[9:])
+        with pytest.raises(oneemb.StorageError, match="v2.snapshot"):
+            shown.bring()
+        shown.check("v1")
+        path.write_bytes(data)
+        shown.bring()
+        shown.check("v2")
+        shown.close()
