@@ -169,15 +169,15 @@ class SlowReads(LocalFileSystem):
         return super().read_into(file, out, offset)
 
 
-def start_compaction(table, fs, rows, rng):
-    """Put until a chunk is being moved, which stands still at its first read."""
-    fs.go_on.clear()
+def start_compaction(put_few, begun):
+    """Put few rows at a time, since a put that needs more room waits for the move, until a thread has begun to move a
+    chunk, which then stands still."""
     deadline = time.monotonic() + 600
-    while not fs.reading.is_set():
+    while not begun.is_set():
         assert time.monotonic() < deadline
-        put_random(table, rows, rng, 5, ids=300)  # Few: a put that needs more room waits for the move.
-        while not fs.reading.is_set() and any(thread.name.startswith(COMPACTION) for thread in threading.enumerate()):
-            time.sleep(0.001)  # A put now might wait for the move, which would stand still.
+        put_few()
+        while not begun.is_set() and any(thread.name.startswith(COMPACTION) for thread in threading.enumerate()):
+            time.sleep(0.001)  # A put now might move a chunk itself, or wait for the move that stands still.
 
 
 @pytest.mark.parametrize("then", ["put", "load", "clear", "save", "close", "scan"])
@@ -187,7 +187,8 @@ def test_the_table_is_used_while_a_chunk_is_being_moved(tmp_path, then):
     put_random(table, rows, rng, 800, ids=300)
     table.save_snapshot("s", {})
     saved = dict(rows)
-    start_compaction(table, fs, rows, rng)
+    fs.go_on.clear()
+    start_compaction(lambda: put_random(table, rows, rng, 5, ids=300), fs.reading)
     if then == "put":
         keys = list(rows)[:200]
         new = random_rows(rng, len(keys), 16)
@@ -428,10 +429,13 @@ def test_puts_get_room_step_by_step_while_a_chunk_is_being_moved(tmp_path, monke
     with open_table(tmp_path) as table:
         put(table, rows, np.zeros(6000, np.int32), np.arange(6000), random_rows(rng, 6000, 16))
 
+        def overwrite_few():
+            id_U = rng.choice(6000, 16, replace=False)
+            put(table, rows, np.zeros(16, np.int32), id_U, random_rows(rng, 16, 16))
+
         def overwrite():
             while not stop.is_set():
-                id_U = rng.choice(6000, 16, replace=False)
-                put(table, rows, np.zeros(16, np.int32), id_U, random_rows(rng, 16, 16))
+                overwrite_few()
 
         def room():
             """Rows put, and rows moved, since the last call, once puts wait for the move."""
@@ -447,10 +451,10 @@ def test_puts_get_room_step_by_step_while_a_chunk_is_being_moved(tmp_path, monke
             pieces.release(2)
             return room()
 
+        start_compaction(overwrite_few, begun)
         room.stats = table.stats()
         thread = threading.Thread(target=overwrite)
         thread.start()
-        assert begun.wait(600)
         room()
         while step()[0] == 0:  # Puts may have taken more room before the move began.
             pass
