@@ -83,6 +83,31 @@ def cold_locate(
 
 
 @cpu
+def overlay_changes(
+    begin: Number, end: Number, old_N: Array, below_N: Array, put_N: Array, erased: Number, u_N: Array, shard_N: Array,
+    old_U: Array, size_P: Array, room_P: Array,
+) -> None:  # fmt: skip
+    """Count keys that were put into the overlay, and write their former places, -1 for a new key, to old_U[u_N[n]].
+
+    Args:
+        old_N, below_N: what the overlay had of each key, -1 = nothing, and the place of the key below the overlay.
+        put_N, erased: the places that were put; the place of an erased key.
+        shard_N: the shard of each key.
+        size_P, room_P: number of keys of each shard, and for how many it has room: a key takes room in the overlay.
+    """
+    for n in range(begin, end):
+        old, p = old_N[n], np.int64(shard_N[n])
+        if old < 0:
+            old = below_N[n]
+        if old == erased:
+            old = np.int64(-1)
+        old_U[u_N[n]] = old
+        more = np.int64(put_N[n] != erased) - np.int64(old >= 0)
+        size_P[p] += more
+        room_P[p] += more - np.int64(1)
+
+
+@cpu
 def fill_filters(begin: Number, end: Number, shard_P4: Array, p: Number, filters: Number) -> None:
     """Compute the filters of the blocks begin to end - 1 of shard p, whose filters are at the address `filters`."""
     lines, low, tables = shard_P4[p, 1], shard_P4[p, 2], shard_P4[p, 3]

@@ -30,7 +30,15 @@ from typing import Protocol
 
 import numpy as np
 
-from oneemb.kernels.cold_blocks import EXTENT_BLOCKS, FILTER_BYTES, blocks_copy, cold_locate, fill_filters, words_set
+from oneemb.kernels.cold_blocks import (
+    EXTENT_BLOCKS,
+    FILTER_BYTES,
+    blocks_copy,
+    cold_locate,
+    fill_filters,
+    overlay_changes,
+    words_set,
+)
 from oneemb.kernels.compact_index import BLOCK_BYTES
 from oneemb.kernels.hash_index import PLACE_MAX
 from oneemb.kernels.threads import Threads
@@ -286,18 +294,14 @@ class ColdIndex:
             u, known_N, below_N = u[there], known_N[there], below_N[there]
         shard_N = shard_U[u]
         self._overlay.grow(self._overlay.sizes_P + _counts(shard_N[known_N < 0]))
-        table_N, id_N, put_N = table_U[u], id_U[u], put_U[u]
+        put_N, order_N, old_N = put_U[u], np.empty(len(u), np.int64), np.empty(len(u), np.int64)
+        begin_P1, cell_N2 = self._overlay.in_shards(table_U[u], id_U[u], put_N, order_N)
         if len(rest):
             old_U[rest] = put_hot(table_U[rest], id_U[rest], put_U[rest])
-        with changing:
+        with changing:  # No line of this block allocates memory for each key.
             # Of equal keys, the first one finds what was there before, the next one finds the place of the first.
-            old_N = _places(self._overlay.put_in_room(table_N, id_N, put_N), below_N)
-            old_U[u] = old_N
-            new_P = _counts(shard_N[(old_N < 0) & (put_N != _ERASED)])
-            gone_P = _counts(shard_N[(old_N >= 0) & (put_N == _ERASED)])
-            self._size_P += new_P - gone_P
-            # Each key takes room in the overlay.
-            self._room_P = self._room_P + new_P - gone_P - _counts(shard_N)
+            self._overlay.put_cells(begin_P1, order_N, cell_N2, old_N)
+            overlay_changes(0, len(u), old_N, below_N, put_N, _ERASED, u, shard_N, old_U, self._size_P, self._room_P)
         return old_U
 
     def _find_below(self, table_U: np.ndarray, id_U: np.ndarray, known_U: np.ndarray) -> np.ndarray:

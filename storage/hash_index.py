@@ -153,21 +153,20 @@ class HashIndex:
         self.grow(self._size_P + np.diff(begin_P1))
         return first_present(self._put_cells(begin_P1, NO_ORDER, cell_U2), cell_U2)
 
-    def put_in_room(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> np.ndarray:
-        """`put` of keys that are present or have room: no shard grows."""
-        order_U = np.empty(len(id_U), np.int64)
-        begin_P1, cell_U2 = self.in_shards(table_U, id_U, place_U, order_U)
-        return self._put_cells(begin_P1, order_U, cell_U2)
-
     def _put_cells(self, begin_P1: np.ndarray, order_U: np.ndarray, cell_U2: np.ndarray) -> np.ndarray:
-        """Put the cells that `in_shards` has returned, for which there is room. Returns the former places, int64 [U],
-        in the order of the keys, or of the cells if `order_U` is empty."""
+        """`put_cells`. Returns the former places: int64 [U]."""
         old_U = np.empty(len(cell_U2), np.int64)
+        self.put_cells(begin_P1, order_U, cell_U2, old_U)
+        return old_U
+
+    def put_cells(self, begin_P1: np.ndarray, order_U: np.ndarray, cell_U2: np.ndarray, old_U: np.ndarray) -> None:
+        """Put the cells that `in_shards` has returned. Their keys are present or have room: no shard grows, and no
+        memory is allocated. Writes the former places to old_U, in the order of the keys, or of the cells if `order_U`
+        is empty."""
         self._threads.run(
             cells_put, SHARDS, self._address_P, self._cells_P, self._size_P, begin_P1, order_U, cell_U2, old_U,
             share_min=1 + SHARDS * SHARE_MIN // (len(cell_U2) + 1),
         )  # fmt: skip
-        return old_U
 
     def in_shards(
         self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, order_U: np.ndarray

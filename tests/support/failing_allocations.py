@@ -151,6 +151,8 @@ class Subject:
         return call, self.row
 
     def load(self):
+        if not self.saved:
+            self.save()[0]()
         name = self.embedding.snapshots()[-1]
 
         def call():
