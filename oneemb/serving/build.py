@@ -253,6 +253,8 @@ def open_snapshot(
         except _StoppedError:
             return None
         except StorageError as raised:  # The job may have removed or replaced the snapshot meanwhile.
+            if source.stored is not None and is_damage(raised) and source.stored.mend(found.info.identity):
+                continue
             failed, error, tries = found.info.identity, raised, tries + 1
 
 

@@ -27,6 +27,7 @@ class StoredCopy:
 
     def __init__(self, store: ObjectStore, folder: str):
         self.url, self.folder, self._store = store.url, folder, store
+        self._damaged = self._mended = ""  # identities of a snapshot that cannot be read, and of one that was mended
         self._known: KnownParts = {}  # parts of the snapshot that was pulled last, and of its ancestors
 
     def pull(self, name: str | None, stop: Callable[[], bool]) -> None:
@@ -47,7 +48,9 @@ class StoredCopy:
             name = newest[0]
         tries, is_new = 0, False
         # The job may replace the snapshot of this name at any time, so its identity is read again.
-        while not stop() and not self._has(name, identity := current_of(self._store, name)[0]):
+        while not stop() and (
+            self._damaged == (identity := current_of(self._store, name)[0]) or not self._has(name, identity)
+        ):
             if tries == _TRIES:
                 raise CorruptTableError(
                     f"snapshot {name!r} in {self.url} must have identity {identity}, it has another in {self.folder}"
@@ -55,7 +58,11 @@ class StoredCopy:
                 )
             try:
                 # Readers compare what they read.
-                pull_from(self._store, self.folder, [name], verify=False, known=self._known)
+                is_damaged = self._damaged == identity
+                pull_from(
+                    self._store, self.folder, [name], verify=False, known=self._known, is_damaged=is_damaged
+                )  # fmt: skip
+                self._damaged = ""
             except LockedError:
                 time.sleep(_LOOK_S)  # Another process of this machine pulls or removes a snapshot.
                 continue
@@ -76,6 +83,14 @@ class StoredCopy:
             tries += 1
             with suppress(StorageError):  # Another process will.
                 self._remove_others(name)
+
+    def mend(self, identity: str) -> bool:
+        """Compare the copy of a snapshot that cannot be read with the store at the next `pull`. Returns False if this
+        has been done for the snapshot already: then the store has the damage too."""
+        if identity == self._mended:
+            return False
+        self._damaged = self._mended = identity
+        return True
 
     def is_offered(self, name: str, identity: str) -> bool:
         """Whether the store has the snapshot of this name and identity."""

@@ -102,6 +102,8 @@ class Delivery:
             try:
                 self.sink.apply(changes)
             except Exception as error:
+                if self._versions.mend(error):
+                    continue
                 # The job may have deleted the version while it was read; then there is a newer one.
                 gone = isinstance(error, StorageError) and not self._versions.has(changes.version)
                 looks += 1

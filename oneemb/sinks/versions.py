@@ -11,6 +11,7 @@ from oneemb.sinks.changes import Changes
 from oneemb.sinks.version import PublishError, TableVersion
 from oneemb.storage.bottom import NOT_SAVED
 from oneemb.storage.errors import OtherTableError, StorageError
+from oneemb.storage.fs import is_damage
 from oneemb.storage.snapshots.changed_rows import changed_rows
 from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.row_cap import RowCap
@@ -52,6 +53,17 @@ class Versions:
         if self._stored is not None:
             with self._lock:
                 self._stored.pull(self.target, stop)
+
+    def mend(self, error: Exception) -> bool:
+        """Let the next `pull` mend the copy of an object store, if an error says that files are damaged. Returns False
+        if there is no copy, or if the copy of the newest snapshot was mended already."""
+        if self._stored is None or not isinstance(error, StorageError) or not is_damage(error):
+            return False
+        try:
+            newest = self.newest()
+        except StorageError:
+            return False  # `pull` mends snapshots whose descriptions are damaged.
+        return newest is not None and self._stored.mend(newest.info.identity)
 
     def _times(self) -> tuple[object, float]:
         folders = [f"{folder}/snapshots" for folder in folders_at(self.paths)]

@@ -78,18 +78,23 @@ def pull(
 
 def pull_from(
     store: ObjectStore, folder: str, names: Collection[str], *, verify: bool = True, progress: Progress | None = None,
-    known: KnownParts | None = None,
+    known: KnownParts | None = None, is_damaged: bool = False,
 ) -> PullResult:  # fmt: skip
     """Copy the snapshots of these names to `folder`; see `pull`.
 
     Args:
         verify: compare every byte of the target with its checksum at the end.
         known: as for `parts_in`.
+        is_damaged: whether files of `folder` are damaged. Then all its files are compared with the store's checksums,
+            pieces that differ are downloaded, and the snapshots of these names take the place of all that was there.
     """
     parts = parts_in(store, names, known)
     new, result = f"{folder}.pull", PullResult()
-    with Pull(store, new, progress) as work:
+    with Pull(store, new, progress, links=not is_damaged) as work:
         work.run(parts, {part.folder: f"{folder}/{part.folder}" for part in parts})
+        if is_damaged:
+            with doing("remove", folder), suppress(FileNotFoundError):
+                shutil.rmtree(folder)
         if parts:
             copied = backup_folder(new, folder, link=has_links(new), verify=verify)
             if copied.incomplete:
@@ -167,10 +172,12 @@ def _empty(new: str) -> None:
 
 class Pull:
     """A pull of files of a store to the folder `new`, which may have files that a killed pull from the same URL has
-    left. In a `with` block, the folder is locked. LockedError if another pull writes there."""
+    left. In a `with` block, the folder is locked. LockedError if another pull writes there. `links`: whether files
+    that are there already are linked or kept, if their keys are right; else every piece of them is compared."""
 
-    def __init__(self, store: ObjectStore, new: str, progress: Progress | None = None):
+    def __init__(self, store: ObjectStore, new: str, progress: Progress | None = None, *, links: bool = True):
         self._fs, self._store, self._new, self._moved = LocalFileSystem(), store, new, Progressing(progress)
+        self._links = links
         # {path that this pull has written or found: part of a chunk that the file was checked for}
         self._chunk_files: dict[str, ChunkPart] = {}
         self.bytes_downloaded = 0
@@ -252,7 +259,7 @@ class Pull:
     def _pull_chunk(self, file: StoredFile, geometry: Geometry, chunk: ChunkPart, path: str, there: str | None) -> None:
         """Write a file of a chunk, unless the folder beside the target, or the target, has it. Keys come first."""
         for candidate in (path, there):
-            if candidate is None:
+            if candidate is None or not (self._links or candidate in self._chunk_files):
                 continue
             try:
                 if self._fs.size(candidate) < file.size:

@@ -2,6 +2,7 @@
 that names the file, and the version before stays. The oracle is a dict of rows for each version."""
 
 import os
+import uuid
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,12 +10,16 @@ import pytest
 import torch
 
 import oneemb
+from oneemb.serving.stored_rows import StoredCopy
+from oneemb.sinks import Changes
+from oneemb.storage.objects import push
+from oneemb.storage.objects.object_store import ObjectStore
 from oneemb.storage.table.chunk_files import chunk_paths
 from oneemb.storage.table.snapshot_reader import SnapshotReader
 from tests.support.published import Job, Place, publishing
 
 KINDS = ["function", "redis", "parquet", "table", "faiss", "server"]
-PLACES = [0.0, 0.4, 0.9, 1.0]
+PLACES = [0.0, 0.5, 1.0]
 """Places of flipped bytes, as shares of a file."""
 
 
@@ -29,12 +34,17 @@ class Server:
         self.served = oneemb.InferenceEmbedding.open(self._job.folder, name, absent="zeros", folder=self._folder)
 
     def check(self, job, name):
-        assert self.served.version.name == name
-        keys = sorted({key for rows in job.rows.values() for key in rows})
-        tables, ids = (torch.tensor(column) for column in zip(*keys, strict=True))
-        rows = self.served(ids, tables).numpy()
-        zeros = bytes(rows[0].nbytes)
-        assert all(row.tobytes() == job.rows[name].get(key, zeros) for key, row in zip(keys, rows, strict=True))
+        check_served(self.served, job, name)
+
+
+def check_served(served, job, name):
+    """Compare all rows of a server, which gives zeros for ids without a row, with those of a version."""
+    assert served.version.name == name
+    keys = sorted({key for rows in job.rows.values() for key in rows})
+    tables, ids = (torch.tensor(column) for column in zip(*keys, strict=True))
+    rows = served(ids, tables).numpy()
+    zeros = bytes(rows[0].nbytes)
+    assert all(row.tobytes() == job.rows[name].get(key, zeros) for key, row in zip(keys, rows, strict=True))
 
 
 class Shown:
@@ -162,6 +172,55 @@ def test_a_version_that_is_shown_stays_though_its_snapshot_is_damaged_since(kind
         shown.check("v2")
     shown.bring()
     shown.close()
+
+
+@pytest.mark.parametrize("kind", ["parquet", "server"])
+@pytest.mark.parametrize("file", ["rows", "keys", "snapshot"])
+def test_a_damaged_copy_of_an_object_store_is_mended_by_the_piece_that_differs(kind, file, job, tmp_path, monkeypatch):
+    url, get, read = f"memory://{uuid.uuid4().hex}/items", ObjectStore.get, []
+    monkeypatch.setattr(push, "_PIECE_BYTES", 3000)
+    push.push(job.folder, url, ["v0"])
+    monkeypatch.setattr(ObjectStore, "get", lambda store, piece: read.append(piece) or get(store, piece))
+
+    def bring(name):
+        """Give all rows of the copy to a new sink or a new server, and compare them."""
+        if kind == "parquet":
+            place = Place(kind, tmp_path / name, None)
+            with oneemb.publish(url, [place.make()], folder=tmp_path / "copy/rows"):
+                pass
+            return place.check(job, "v0")
+        with oneemb.InferenceEmbedding.open(url, absent="zeros", folder=tmp_path / "copy") as served:
+            check_served(served, job, "v0")
+
+    bring("first")
+    whole = len(read)
+    for path in (tmp_path / "copy").glob("*.serving"):
+        path.unlink()
+    path = next((tmp_path / "copy/rows").rglob(f"*.{file}"))
+    data = path.read_bytes()
+    path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    read.clear()
+    bring("second")
+    assert path.read_bytes() == data and len(read) == 1 < whole
+
+
+def test_damage_that_the_object_store_has_too_is_an_error_after_one_try(job, tmp_path, monkeypatch):
+    url, read = f"memory://{uuid.uuid4().hex}/items", []
+    push.push(job.folder, url, ["v0"])
+    read_rows, tried = StoredCopy.mend, []
+    monkeypatch.setattr(StoredCopy, "mend", lambda copy, identity: tried.append(read_rows(copy, identity)) or tried[-1])
+
+    def damaged(*_):
+        read.append(1)
+        raise oneemb.CorruptTableError("rows are damaged")
+
+    monkeypatch.setattr(Changes, "batches", damaged)
+    publisher = oneemb.publish(url, [lambda changes: list(changes.batches())], folder=tmp_path / "copy", seconds=1000.0)
+    for n in (1, 2):
+        with pytest.raises(oneemb.PublishError, match="rows are damaged"):
+            publisher.flush()
+        assert tried == [True] + [False] * n and len(read) == 1 + n
+    publisher.close()
 
 
 def test_a_snapshot_of_a_later_release_is_an_error_though_older_ones_can_be_read(job, tmp_path, redis_server):
