@@ -346,9 +346,10 @@ class ChunkFiles:
                 del self._removals[chunk]
         return sum(chunk.nbytes for chunk in self._removals)
 
-    def finish_removals(self) -> None:
-        """Wait until the files of all released chunks are removed. Other threads may make any call meanwhile."""
-        wait(list(self._removals.values()))
+    def finish_removals(self, most: int | None = None) -> None:
+        """Wait until the files of all released chunks are removed, or of the `most` that were released first. Other
+        threads may make any call meanwhile."""
+        wait(list(self._removals.values())[:most])
 
     def rows_file(self, chunk: ChunkFile) -> int:
         """Return the open rows file of a chunk, for reading. At most `files_open_max` files stay open only for reading:

@@ -8,10 +8,11 @@ the bytes of their rows, a = `max_space_amplification` and g = min(0.3, a - 1):
     bytes on disk <= max(a * live, (1 + g) * live + saved) + 2 chunks + 1 chunk for each kept snapshot
 
 A save in the background counts as a kept snapshot. A chunk has a sixteenth of the live rows, or the smallest size. If
-snapshots are deleted oldest first, a table with one kept snapshot takes at most 2.3 times the live rows, and each
-further snapshot at most its own rows. If a snapshot between others is deleted, garbage of up to 0.24 times the rows of
-its neighbours may stay until they are deleted. A load or a clear lowers `live` at once; up to 0.24 times the rows of
-the snapshots may then stay as garbage until the snapshots are deleted.
+snapshots are deleted oldest first, a table with one kept snapshot takes at most max(a, 2 + g) times the live rows, and
+each further snapshot at most its own rows. If a snapshot between others is deleted, garbage of up to h times the rows
+of its neighbours may stay until they are deleted, with h = max(g, a - 2) - s and the s of the proof: 0.24 where a is at
+most 2.3. A load, a clear or an erasure lowers `live` at once; up to h times the rows of the snapshots may then stay as
+garbage until the snapshots are deleted, and loose garbage of an erasure until the next put or save.
 
 Proof. Loose garbage can always be removed; garbage in held chunks cannot, and every live row may be overwritten before
 the next save. So a save cleans the chunks before it holds them, until they have at most g - s bytes of garbage for each
@@ -20,10 +21,10 @@ s * live for loose garbage in the worst case. A put is cut into pieces of at mos
 loose chunks are cleaned until there is room for the piece. While there is no room, less than 1 / (1 + s) of the loose
 chunks is live, so the same holds for a sealed loose chunk: moving its rows frees disk, and the loop ends. The bound has
 2 chunks more for the chunk that is being written and the chunk that is being moved. Files are removed beside the calls:
-a move and a put wait for removals that leave no room for the rows that they write within the bound. The bound has 1
-chunk more for each snapshot, because a snapshot that holds the chunk being written also holds the rows that are
-appended to it later. A save that replaces a snapshot needs the chunks of both for a while; the bound allows this, since
-every row is then counted once as live and once as saved.
+a move and a put wait, one removal at a time, until they leave room for the rows that they write within the bound. The
+bound has 1 chunk more for each snapshot, because a snapshot that holds the chunk being written also holds the rows that
+are appended to it later. A save that replaces a snapshot needs the chunks of both for a while; the bound allows this,
+since every row is then counted once as live and once as saved.
 
 Pace. The excess is the disk use in chunks, less the bound, plus 1 chunk: the bound holds while excess <= 1. While a
 chunk is moved in the background, the part that has been moved counts as freed already, and a put waits while the
@@ -197,14 +198,15 @@ class Compactor:
                     self._raise_error()
                     self.put_pending()
                 elif self._excess() <= 1:
-                    self.finish_removals()
+                    self.finish_removals(1)
                 elif not self._compact_one():
                     break
             if self._background is not None and not self._background.busy and self._excess() > _EARLY:
                 if self._least_loose() is not None:
                     self._background.start(self._run)
-        elif self._removals_in_the_way(None):
-            self.finish_removals()
+        else:
+            while self._removals_in_the_way(None) and not self._stopping:
+                self.finish_removals(1)
         self._rows_since_save += rows
 
     def clean_for_save(self, name: str) -> None:
@@ -244,7 +246,7 @@ class Compactor:
             if self._moving is not None:
                 self._guard.wait()
             else:
-                self.finish_removals()
+                self.finish_removals(1)
             if self._stopping:
                 return
         self.put_pending()
@@ -285,10 +287,11 @@ class Compactor:
             self._files.release(chunk)
             self._guard.notify_all()
 
-    def finish_removals(self) -> None:
-        """Wait until the files of released chunks are removed. Requires the guard, and releases it."""
+    def finish_removals(self, most: int | None = None) -> None:
+        """Wait until the files of released chunks are removed, or of the `most` that were released first. Requires the
+        guard, and releases it."""
         with self._store_lock.others_allowed():
-            self._files.finish_removals()
+            self._files.finish_removals(most)
 
     def stop(self) -> None:
         """Stop background compaction and wait until it has ended. Requires the guard, and releases it while waiting."""

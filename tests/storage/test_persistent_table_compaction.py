@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import numpy as np
@@ -404,6 +405,42 @@ def test_puts_go_on_while_files_are_removed_and_wait_for_that_on_a_full_disk(tmp
         check(table, rows)
         table.compact()
         assert file_bytes(tmp_path) == table.stats()["disk_bytes"]
+
+
+class CountedRemovals(LocalFileSystem):
+    """The disk removes as many files in the background as `allowed` was released."""
+
+    def __init__(self):
+        super().__init__()
+        self.allowed, self.removed = threading.Semaphore(0), 0
+
+    def remove(self, path):
+        if threading.current_thread().name.startswith("oneemb-remove"):
+            assert self.allowed.acquire(timeout=600)
+            self.removed += 1
+        super().remove(path)
+
+
+def test_a_put_waits_for_no_more_removals_than_give_it_room(tmp_path):
+    rng, rows, fs, id_U = np.random.default_rng(0), {}, CountedRemovals(), np.arange(6000)
+    with open_table(tmp_path, fs=fs, max_space_amplification=1.3) as table, ThreadPoolExecutor(2) as beside:
+        put(table, rows, np.zeros(6000, np.int32), id_U, random_rows(rng, 6000, 16))
+        table.save_snapshot("s", {})
+        put(table, rows, np.zeros(6000, np.int32), id_U, random_rows(rng, 6000, 16))
+        before = len(os.listdir(tmp_path / "chunks"))
+        deletion = beside.submit(table.delete_snapshot, "s")
+        while table.snapshots():
+            time.sleep(0.001)
+        removing = before - 2 * table.stats()["chunks"]
+        assert removing > 16
+        putting = beside.submit(table.put, np.zeros(9, np.int32), id_U[:9], random_rows(rng, 9, 16))
+        fs.allowed.release(removing - 4)
+        try:
+            putting.result(60)
+            assert fs.removed <= removing - 4
+        finally:
+            fs.allowed.release(1000)
+        deletion.result()
 
 
 def waits_for_room(thread):
