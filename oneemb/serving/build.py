@@ -30,7 +30,8 @@ from oneemb.serving.layers import (
 from oneemb.serving.stored_rows import StoredCopy
 from oneemb.storage.bottom import NOT_SAVED
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
-from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing, is_damage, path_text
+from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path, doing, is_damage, path_text
+from oneemb.storage.locking.file_lock import FileLock
 from oneemb.storage.objects.object_store import ObjectStore
 from oneemb.storage.serving.layered_file import LayeredFile
 from oneemb.storage.serving.room import RoomFullError
@@ -270,15 +271,16 @@ def _open_made(
         except (FileNotFoundError, RoomFullError):
             pass  # Another process has made a newer version, and removed files of this one.
     fs = LocalFileSystem()
-    with doing("make files in", source.folder):
-        fs.make_directories(source.folder)
-        lock = _lock(fs, os.path.join(source.folder, "LOCK"), stop)
+    lock = FileLock(fs, os.path.join(source.folder, "LOCK"))
 
     def progress(done: int, total: int | None) -> None:
         if stop():
             raise _StoppedError
 
     try:
+        with doing("make files in", source.folder):
+            fs.make_directories(source.folder)
+            _take(lock, source.folder, stop)
         made = files_of(identity, files_in(source.folder, kind))
         if made is None:
             remove_unfinished_files(fs, source.folder)
@@ -288,7 +290,7 @@ def _open_made(
         except RoomFullError:
             return _opened([_make_whole(source, kind, snapshot, threads, progress)], snapshot, threads, before)
     finally:
-        fs.unlock(lock)
+        lock.release()
 
 
 def _make(
@@ -340,23 +342,23 @@ def make_whole(source: Source, served: Version, threads: Threads, stop: Callable
     Raises:
         ValueError, StorageError: same as `make_file`; or the snapshot is gone.
     """
-    fs = LocalFileSystem()
-    try:
-        lock = fs.lock(os.path.join(source.folder, "LOCK-whole"))
-    except BlockingIOError:
-        return False
+    lock = FileLock(LocalFileSystem(), os.path.join(source.folder, "LOCK-whole"))
 
     def progress(done: int, total: int | None) -> None:
         if stop():
             raise _StoppedError
 
     try:
+        try:
+            lock.take()
+        except BlockingIOError:
+            return False
         found = look_at(source.paths).get(served.name, served.identity, "the served version")
         _make_whole(source, _kind(source), found, threads, progress)
     except _StoppedError:
         return False
     finally:
-        fs.unlock(lock)
+        lock.release()
     return True
 
 
@@ -385,15 +387,14 @@ def _kind(source: Source) -> str:
     return f"{source.dtype}-tables-{tables}{capped}"
 
 
-def _lock(fs: FileSystem, path: str, stop: Callable[[], bool]) -> int:
-    """Take the lock of a file, waiting until it is free. A child of fork closes its copy of the lock."""
+def _take(lock: FileLock, folder: str, stop: Callable[[], bool]) -> None:
+    """Take the lock of a folder, waiting until it is free. A child of fork closes its copy of the lock."""
     while True:
         if stop():
             raise _StoppedError
         try:
-            return fs.lock(path)
+            return lock.take()
         except BlockingIOError:
-            folder = os.path.dirname(path)
             if _holds_lock_already(folder):
                 raise StorageError(
                     f"this thread already makes a file in {folder}, and a signal handler has interrupted it; let the"
@@ -408,7 +409,8 @@ def _holds_lock_already(folder: str) -> bool:
     while frame is not None:
         if frame.f_code is _open_made.__code__ and "lock" in frame.f_locals:
             source: Source = frame.f_locals["source"]
-            if source.folder == folder:
+            lock: FileLock = frame.f_locals["lock"]
+            if source.folder == folder and lock.taken:
                 return True
         frame = frame.f_back
     return False

@@ -2,33 +2,29 @@
 
 from oneemb.storage.errors import LockedError
 from oneemb.storage.fs import FileSystem, doing
-from oneemb.storage.locking.signals_deferred import signals_deferred
+from oneemb.storage.locking.file_lock import FileLock
 
 
 class FolderLock:
-    """Lock of a folder, taken when the folder is first written to.
-
-    Invariant: after an interrupt at any line, `taken` says whether the folder is locked, so `release` frees it.
-    """
+    """Lock of a folder, taken when the folder is first written to."""
 
     def __init__(self, fs: FileSystem, folder: str):
         self._fs, self._folder = fs, folder
-        self._lock: int | None = None
+        self._lock = FileLock(fs, f"{folder}/LOCK")
 
     @property
     def taken(self) -> bool:
         """Whether this object holds the lock."""
-        return self._lock is not None
+        return self._lock.taken
 
     def take(self) -> None:
         """Make the folder and lock it, unless this object has done so. LockedError if another publisher holds it."""
-        if self._lock is not None:
+        if self.taken:
             return
         with doing("make the folder", self._folder):
             self._fs.make_directories(self._folder)
             try:
-                with signals_deferred:
-                    self._lock = self._fs.lock(f"{self._folder}/LOCK")
+                self._lock.take()
             except BlockingIOError:
                 raise LockedError(
                     f"{self._folder} must have one publisher at a time, and another one writes to it; stop that one, or"
@@ -37,7 +33,4 @@ class FolderLock:
 
     def release(self) -> None:
         """Release the lock, if it was taken."""
-        with signals_deferred:
-            lock, self._lock = self._lock, None
-            if lock is not None:
-                self._fs.unlock(lock)
+        self._lock.release()

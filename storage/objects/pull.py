@@ -17,6 +17,7 @@ from typing import Any
 
 from oneemb.storage.errors import CorruptTableError, LockedError, OtherTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import LocalFileSystem, doing
+from oneemb.storage.locking.file_lock import FileLock
 from oneemb.storage.new_files import new_file
 from oneemb.storage.objects.manifests import StoredFile, StoredPart, current_of, get_part, names_in
 from oneemb.storage.objects.object_store import ObjectStore, are_bytes_of, store_beside
@@ -146,13 +147,13 @@ def remove_left(new: str) -> None:
     """Remove the folder `new` if a pull that was killed has left it, and no other pull writes there."""
     if not os.path.isfile(f"{new}/url"):
         return
-    fs = LocalFileSystem()
-    with suppress(OSError):
-        lock = fs.lock(new, exists=True)
-        try:
+    lock = FileLock(LocalFileSystem(), new, exists=True)
+    try:
+        with suppress(OSError):
+            lock.take()
             _remove(new)
-        finally:
-            fs.unlock(lock)
+    finally:
+        lock.release()
 
 
 def _remove(new: str) -> None:
@@ -177,36 +178,38 @@ class Pull:
 
     def __init__(self, store: ObjectStore, new: str, progress: Progress | None = None, *, links: bool = True):
         self._fs, self._store, self._new, self._moved = LocalFileSystem(), store, new, Progressing(progress)
-        self._links = links
+        self._links, self._lock = links, FileLock(self._fs, new, exists=True)
         # {path that this pull has written or found: part of a chunk that the file was checked for}
         self._chunk_files: dict[str, ChunkPart] = {}
         self.bytes_downloaded = 0
 
     def __enter__(self) -> "Pull":
+        try:
+            self._take()
+            self._keep_chunks(self._new)
+            return self
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def _take(self) -> None:
+        """Make the folder and lock it."""
         new = self._new
-        while True:
+        while not self._lock.is_at_path:
+            self._lock.release()
             with doing("make the folder", new):
                 self._fs.make_directories(new)
                 try:
-                    self._lock = self._fs.lock(new, exists=True)
+                    self._lock.take()
                 except (FileNotFoundError, IsADirectoryError):
                     continue  # Another pull has ended and removed its folder, which others may have made again.
                 except BlockingIOError:
                     raise LockedError(
                         f"{new.removesuffix('.pull')} must have one pull at a time; wait until the other has ended"
                     ) from None
-            if self._fs.still_locks(self._lock, new):
-                break
-            self._fs.unlock(self._lock)
-        try:
-            self._keep_chunks(new)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._fs.unlock(self._lock)
 
     def run(
         self, parts: Sequence[StoredPart], there: Mapping[str, str],

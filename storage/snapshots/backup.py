@@ -27,6 +27,7 @@ import numpy as np
 
 from oneemb.storage.errors import CorruptTableError, LockedError, OtherTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import FileSystem, LocalFileSystem, doing
+from oneemb.storage.locking.file_lock import FileLock
 from oneemb.storage.new_files import NewFile, new_file
 from oneemb.storage.snapshots.part_folders import check_parts
 from oneemb.storage.snapshots.snapshot_parts import (
@@ -135,17 +136,18 @@ def _only_writer(to: str) -> Iterator[None]:
     fs = LocalFileSystem()
     with doing("make the folder", to):
         fs.make_directories(to)
-    with doing("lock", to):
-        try:
-            lock = fs.lock(to)
-        except BlockingIOError:
-            raise LockedError(
-                f"{to} must have one writer, another backup writes there; wait until it has ended"
-            ) from None
+    lock = FileLock(fs, to)
     try:
+        with doing("lock", to):
+            try:
+                lock.take()
+            except BlockingIOError:
+                raise LockedError(
+                    f"{to} must have one writer, another backup writes there; wait until it has ended"
+                ) from None
         yield
     finally:
-        fs.unlock(lock)
+        lock.release()
 
 
 class _Backup:
