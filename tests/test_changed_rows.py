@@ -12,8 +12,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 import oneemb
 from oneemb.kernels.owner import owner_of
@@ -27,6 +27,7 @@ from oneemb.storage.snapshots.snapshot_parts import look_at
 from oneemb.storage.store_rows import set_rows
 from oneemb.storage.table.chunk_files import chunk_paths
 from oneemb.storage.table.compact_snapshots import compact_snapshots
+from tests.support.state_machines import run_machine
 from tests.support.thread_ranks import run_ranks
 
 DIM = 60  # one row a block, so that a chunk has 2048 rows; with 28, two rows a block
@@ -463,9 +464,4 @@ class Walk(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("examples", [5, pytest.param(100, marks=pytest.mark.slow)])
 def test_changes_between_any_two_snapshots_are_the_difference_of_their_rows(examples):
-    run_state_machine_as_test(
-        Walk,
-        settings=settings(
-            max_examples=examples, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
+    run_machine(Walk, examples)

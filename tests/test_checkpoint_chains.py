@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import oneemb
 from oneemb.checkpoints import checkpoint, stored_checkpoint
@@ -27,6 +27,7 @@ from oneemb.storage.table.delta import GONE, Delta, gone_array
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_reader import read_snapshot_info
 from tests.support.faulty_fs import FaultyFileSystem, PowerLoss
+from tests.support.state_machines import run_machine
 from tests.support.thread_ranks import FaultyCalls, restored_job, run_ranks
 from tests.test_deltas import of_chain, put
 from tests.test_rank_snapshots import as_dict, assert_nothing_is_unneeded, content, make, together
@@ -510,9 +511,4 @@ class Chains(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("examples", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_any_sequence_of_calls_and_kills_leaves_the_kept_checkpoints(examples):
-    run_state_machine_as_test(
-        Chains,
-        settings=settings(
-            max_examples=examples, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
+    run_machine(Chains, examples)

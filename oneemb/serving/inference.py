@@ -87,9 +87,8 @@ class InferenceEmbedding(Following, torch.nn.Module):
                 has a copy of the served snapshot too; for a newer snapshot only what the copy lacks is downloaded.
             verify: compare all rows with their checksums now, instead of when a row is first read.
             num_threads: None = one for each core.
-            max_rows: largest number of rows, of the served tables together; None = all. Rows with the highest scores of
-                a policy stay; without a policy, rows that the latest deltas have written. The others read as ids
-                without a row.
+            max_rows: largest number of rows, of the served tables together; None = all.
+                [A cap](../publish.md#a-cap) says which rows stay. The others read as ids without a row.
 
         Raises:
             StorageError: the snapshot does not exist, its files are damaged, a row is not finite or too large for the

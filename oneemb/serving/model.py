@@ -341,8 +341,8 @@ def serve_model(
             them; `error` is None after a version taken. It must not raise.
         missing_ok: whether a checkpoint that cannot be served yet is no error: `error` says why, and calls raise
             `StorageError` until `refresh` or `follow` has taken one.
-        max_rows: largest number of served rows of each embedding, of all its tables together; None = all. Rows with the
-            highest scores of a policy stay; without a policy, rows that the latest deltas have written.
+        max_rows: largest number of served rows of each embedding, of all its tables together; None = all.
+            [A cap](../publish.md#a-cap) says which rows stay.
 
     Returns:
         A `ServedModel`: `model(...)`, `follow(seconds)`, `refresh()`, `current`, `error`, `close()`.

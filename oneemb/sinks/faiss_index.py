@@ -87,8 +87,7 @@ def faiss_sink(
         rebuild: share of dead positions from which the index is built anew.
         save_every: number of versions after which the index is written to the folder.
         keep: number of saved indexes that stay in the folder, for a rollback.
-        max_rows: largest number of rows, of the table; None = all. Rows with the highest scores of a policy
-            stay; without a policy, rows that the latest deltas have written.
+        max_rows: largest number of rows, of the table; None = all. [A cap](../publish.md#a-cap) says which rows stay.
 
     Raises:
         ImportError: the package is not installed.

@@ -53,8 +53,8 @@ class FileSink:
         merge_after: number of deltas after which all rows are written anew, so that a reader reads no more of them.
         merge_share: share of the rows of the first version; all rows are also written anew once deltas have more rows
             than that.
-        max_rows: largest number of rows, of these tables together; None = all. Rows with the highest scores of a policy
-            stay; without a policy, rows that the latest deltas have written.
+        max_rows: largest number of rows, of these tables together; None = all.
+            [A cap](../publish.md#a-cap) says which rows stay.
 
     Raises:
         ValueError, ImportError: the format is unknown, or its package is not installed.

@@ -46,8 +46,8 @@ class RedisSink:
         atomic_bytes: changes of at most so many bytes of rows are written by one transaction, so that readers see one
             version. The server does nothing else meanwhile. Larger changes are written in pieces, and the version is
             null until the last one.
-        max_rows: largest number of rows, of these tables together; None = all. Rows with the highest scores of a policy
-            stay; without a policy, rows that the latest deltas have written.
+        max_rows: largest number of rows, of these tables together; None = all.
+            [A cap](../publish.md#a-cap) says which rows stay.
 
     Raises:
         ValueError: the URL is invalid.

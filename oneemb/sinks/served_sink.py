@@ -21,8 +21,8 @@ class ServedFileSink:
         dtype: "float32" (the weights as trained), "float16", "int8" or "int4".
         tables: numbers of the tables to serve, in the order of the columns of ids; None = all.
         num_threads: threads that write.
-        max_rows: largest number of rows, of these tables together; None = all. Rows with the highest scores of a policy
-            stay; without a policy, rows that the latest deltas have written.
+        max_rows: largest number of rows, of these tables together; None = all.
+            [A cap](../publish.md#a-cap) says which rows stay.
     """
 
     wants_whole = True

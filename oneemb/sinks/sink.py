@@ -47,8 +47,8 @@ class FunctionSink:
         function: function of one argument, `Changes`.
         position: file for the version that the function has taken last; None = memory, and the first version of a
             publisher has all rows.
-        max_rows: largest number of rows that a reader of the changes has; None = all. Rows with the highest scores of a
-            policy stay; without a policy, rows that the latest deltas have written.
+        max_rows: largest number of rows that a reader of the changes has; None = all.
+            [A cap](../publish.md#a-cap) says which rows stay.
     """
 
     wants_whole = False

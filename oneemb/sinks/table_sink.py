@@ -24,8 +24,8 @@ class TableSink:
         tables: numbers of the tables to publish; None = all.
         with_state: if True, publish the optimizer state too, so that a job can go on from a snapshot.
         keep: number of snapshots that stay.
-        max_rows: largest number of rows, of these tables together; None = all. Rows with the highest scores of a policy
-            stay; without a policy, rows that the latest deltas have written.
+        max_rows: largest number of rows, of these tables together; None = all.
+            [A cap](../publish.md#a-cap) says which rows stay.
     """
 
     wants_whole = False

@@ -291,9 +291,9 @@ class Pull:
 
     def _other_tables(self, chunk: ChunkPart) -> OtherTableError:
         return OtherTableError(
-            f"the snapshots in {self._store.url} must be of one table, two of those asked for have a chunk"
-            f" {chunk.number} with different rows, as those of two jobs have; pull the snapshots of each by their"
-            " names, into a folder of its own"
+            f"the snapshots that are pulled from {self._store.url} must be of one table, but two of them have different"
+            f" rows in chunk {chunk.number}, so two jobs have pushed to this URL; pull the snapshots of each job by"
+            " their names, into a folder for each job"
         )
 
     def _write(self, file: StoredFile, path: str, shorter: Sequence[str] = ()) -> None:

@@ -341,8 +341,8 @@ class _Backup:
 
 def _other_keys(source: str, copy: str) -> OtherTableError:
     return OtherTableError(
-        f"{copy} must begin as {source} does, it has other keys: the copy is of another table, or damaged; give a new"
-        " folder for the copy"
+        f"{copy} must begin with the bytes of {source}, it has other keys, so the folder has a copy of another table,"
+        " or is damaged; give a new folder for the copy"
     )
 
 

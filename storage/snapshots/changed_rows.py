@@ -115,8 +115,7 @@ def _choose(links: _Links, wanted: _Bits) -> list[SnapshotReader]:
             if place in left and (taken_N := _both(left[place], reader.bits(number))).any():
                 only[number], left[place] = taken_N, _minus(left[place], taken_N)
         if only:
-            reader.only = only
-            chosen.append(reader)
+            chosen.append(reader.only(only))
     return chosen
 
 

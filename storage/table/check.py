@@ -240,17 +240,12 @@ class _Check:
             found.lost_unknown += part.rows
             return None
         state = self._damaged.get(part.number)
-        if state is None:
-            try:
+        try:
+            if state is None:
                 path = chunk_paths(f"{self._path}/chunks", part.number)[1]
                 return read_keys(self._fs, path, record.geometry, part), row_N
-            except CorruptTableError as error:  # This part may be shorter than that of another snapshot.
-                self._problem(error, [record.info.name])
-                found.lost_unknown += len(row_N)
-                return None
-        try:
             check_fits(self._fs, f"{self._path}/chunks", state, part, row_N)
-        except CorruptTableError as error:
+        except CorruptTableError as error:  # This part may be shorter than that of another snapshot.
             self._problem(error, [record.info.name])
             found.lost_unknown += len(row_N)
             return None

@@ -57,10 +57,13 @@ def read_snapshot_info(
 
 
 class SnapshotReader:
-    """Reads the rows of one snapshot. Make a reader with `open`."""
+    """Reads the rows of one snapshot. Make a reader with `open`. `only`: {chunk: bits of the rows that `scan` and
+    `keys` read}; None = all rows of the snapshot."""
 
-    def __init__(self, fs: FileSystem, path: str, record: SnapshotRecord):
-        self._fs, self._path, self._record = fs, path, record
+    def __init__(
+        self, fs: FileSystem, path: str, record: SnapshotRecord, only: dict[int, np.ndarray] | None = None
+    ):  # fmt: skip
+        self._fs, self._path, self._record, self._only = fs, path, record, only
         self._files = SnapshotFiles(fs, f"{path}/snapshots")
         self._live: LiveRows | None = None
         self._chunks = ChunkFiles(fs, f"{path}/chunks", next_number=0, direct=False)
@@ -70,8 +73,6 @@ class SnapshotReader:
         self.folder = path
         self.parts = {part.number: part for part in record.parts}
         """{number of a chunk: part of the chunk that the snapshot needs}."""
-        self.only: dict[int, np.ndarray] | None = None
-        """{chunk: bits of the rows that `scan` and `keys` read}; None = all rows of the snapshot."""
 
     @classmethod
     def open(cls, path: AnyPath, name: str, *, fs: FileSystem | None = None) -> "SnapshotReader":
@@ -80,10 +81,14 @@ class SnapshotReader:
         fs, path = fs or LocalFileSystem(), absolute_path(path)
         return cls(fs, path, SnapshotFiles(fs, f"{path}/snapshots").read(name))
 
+    def only(self, bits: dict[int, np.ndarray]) -> "SnapshotReader":
+        """Another reader of the same snapshot, whose `scan` and `keys` read some rows of some chunks: {chunk: bits}."""
+        return SnapshotReader(self._fs, self.folder, self._record, bits)
+
     def __len__(self) -> int:
-        if self.only is None:
+        if self._only is None:
             return self.info.rows
-        return sum(int(np.count_nonzero(np.unpackbits(bit_N))) for bit_N in self.only.values())
+        return sum(int(np.count_nonzero(np.unpackbits(bit_N))) for bit_N in self._only.values())
 
     @property
     def row_width(self) -> int:
@@ -181,10 +186,10 @@ class SnapshotReader:
         check_keys_end(self._fs, chunk_paths(self._chunks.directory, chunk)[1], self.parts[chunk])
 
     def _wanted(self) -> list[ChunkPart]:
-        return [part for part in self._record.parts if self.only is None or part.number in self.only]
+        return [part for part in self._record.parts if self._only is None or part.number in self._only]
 
     def _part(self, part: ChunkPart) -> tuple[np.ndarray, str, ChunkKeys]:
         """(numbers of the snapshot's rows in a chunk, path of the chunk's rows file, keys of the chunk)."""
         rows_path, keys_path = chunk_paths(self._chunks.directory, part.number)
-        rows = live_rows(self._files.read_bits(self._record, part) if self.only is None else self.only[part.number])
+        rows = live_rows(self._files.read_bits(self._record, part) if self._only is None else self._only[part.number])
         return rows, rows_path, read_keys(self._fs, keys_path, self._record.geometry, part)

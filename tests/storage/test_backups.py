@@ -297,7 +297,7 @@ def test_a_backup_of_another_table_into_the_same_folder_is_refused(tmp_path):
             put_random(table, {}, np.random.default_rng(n), 300)
             table.save_snapshot(name, {})
     backup_folder(str(tmp_path / "one"), str(tmp_path / "copy"))
-    with pytest.raises(StorageError, match="must begin as .*give a new folder"):
+    with pytest.raises(StorageError, match="must begin with .*give a new folder"):
         backup_folder(str(tmp_path / "two"), str(tmp_path / "copy"))
     assert check_table(tmp_path / "copy").problems == [] and held_at(tmp_path / "copy").keys() == {"one"}
     with pytest.raises(StorageError, match="must be outside"):

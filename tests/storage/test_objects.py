@@ -553,7 +553,7 @@ def test_snapshots_of_another_table_do_not_mix(tmp_path, url):
     saved_table(tmp_path / "one", "a", seed=1)
     held = saved_table(tmp_path / "two", "b", seed=2)
     push(tmp_path / "one", url)
-    with pytest.raises(StorageError, match="the copy is of another table"):
+    with pytest.raises(StorageError, match="a copy of another table"):
         pull(url, tmp_path / "two")
     assert held_at(tmp_path / "two") == held
 
@@ -724,7 +724,9 @@ def test_snapshots_of_two_jobs_behind_one_url_are_pulled_by_their_names(tmp_path
     held = {name: saved_table(tmp_path / name, [name], seed=seed) for seed, name in enumerate("ab")}
     for name in "ab":
         push_of_writer(ObjectStore(url), str(tmp_path / name), name, "save", 0)
-    with pytest.raises(StorageError, match="must be of one table, two of those .* pull the snapshots of each by their"):
+    with pytest.raises(
+        StorageError, match="must be of one table, but two of them .* pull the snapshots of each job by"
+    ):
         pull(url, tmp_path / "both")
     for name in "ab":
         pull(url, tmp_path / f"only-{name}", [name])
