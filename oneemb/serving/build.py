@@ -284,7 +284,7 @@ def _open_made(
         made = files_of(identity, files_in(source.folder, kind))
         if made is None:
             remove_unfinished_files(fs, source.folder)
-            made = _make(source, kind, snapshot, threads, progress)
+            made = _make(source, kind, snapshot, threads, progress, before)
         try:
             return _opened(made, snapshot, threads, before)
         except RoomFullError:
@@ -294,8 +294,9 @@ def _open_made(
 
 
 def _make(
-    source: Source, kind: str, snapshot: PartedSnapshot, threads: Threads, progress: Progress
-) -> list[VersionFile]:
+    source: Source, kind: str, snapshot: PartedSnapshot, threads: Threads, progress: Progress,
+    before: LayeredFile | None,
+) -> list[VersionFile]:  # fmt: skip
     """Make the served files of a snapshot, and return them. Other files of the kind are removed, except the two newest
     whole files, the files from which a new layer goes on, and newer layers."""
     made: list[VersionFile] = []
@@ -304,8 +305,9 @@ def _make(
         made, changes = rows_since(snapshot, files_in(source.folder, kind), source.paths, source.cap)
         if changes is not None:
             new = make_layer(
-                source.folder, kind, snapshot, made, changes, threads=threads, progress=progress, cap=source.cap
-            )
+                source.folder, kind, snapshot, made, changes, threads=threads, progress=progress, cap=source.cap,
+                before=before,
+            )  # fmt: skip
     except StorageError as error:
         if not is_damage(error):
             raise

@@ -163,6 +163,7 @@ def weights_in(
 def make_layer(
     folder: str, kind: str, snapshot: PartedSnapshot, made: Sequence[VersionFile],
     changes: PartedSnapshot | LinkedRows, *, threads: Threads, progress: Progress, cap: RowCap | None = None,
+    before: LayeredFile | None = None,
 ) -> list[VersionFile] | None:  # fmt: skip
     """Write a layer for a snapshot, which goes on from an older version, and return all files of the new version.
     None = a whole file must be made, since too much has changed, or the tables are others.
@@ -170,11 +171,13 @@ def make_layer(
     Args:
         made, changes: as `rows_since` returns them.
         cap: says which rows stay; None = all.
+        before: open version; those of its files that are in `made` are not opened and checked again.
 
     Raises:
         StorageError, CorruptTableError: as `make_file` does; or a file of `made` is damaged.
     """
-    base, *layers = (ServedFile(one.path, threads=threads) for one in made)
+    there = {} if before is None else {one.path: one for one in (before.base, *before.layers)}
+    base, *layers = (there.get(one.path) or ServedFile(one.path, threads=threads) for one in made)
     info, (_, *files) = base.info, made
     format = SnapshotRows.of_meta(snapshot.info.meta, snapshot.name).format
     described = (snapshot.info.meta.get("embedding") or {}).get("tables", ())

@@ -23,6 +23,9 @@ USAGE_WORDS = 4
 """Words of usage metadata in a row's record: two words of score, lower half first, then the step and the second of the
 last use, or, with timestamps, the time of the last use in two words, lower half first."""
 
+_PLACES_MAX = 1 << 36
+_MORE_BITS = 5  # arrays grow by a share of 2 ** -5 at least
+
 
 class StableRows(Protocol):
     """The rows of a resident tier with stable slots: one slab and its index."""
@@ -38,23 +41,23 @@ class StableRows(Protocol):
 
 
 class OwnPlaces:
-    """Usage metadata in a separate array, with an index from keys to places.
+    """Usage metadata in separate arrays, which grow in place, with an index from keys to places.
 
-    Args:
-        most: number of places for which address space is reserved at the first row; 0 = only as many as are needed.
+    Attributes:
+        word_PX: uint32 [P, USAGE_WORDS].
+        table_P: int32 [P], the table of each row.
+        held_P: bool [P], whether a row must not be evicted; set only during a choice of rows, otherwise all False.
     """
 
     first = 0
 
-    def __init__(self, threads: Threads, most: int):
-        self._threads, self._most = threads, most
+    def __init__(self, threads: Threads):
+        self._threads = threads
         self.index = HashIndex(threads)
-        self.word_PX = np.empty((0, USAGE_WORDS), np.uint32)
-        self.held_P = np.empty(0, np.bool_)
-        """Whether a row must not be evicted; set only during a choice of rows, otherwise all False."""
-        self.table_P = np.empty(0, np.int32)
-        """The table of each row."""
+        shapes = ((USAGE_WORDS,), np.uint32), ((), np.int32), ((), np.bool_)
+        self._arrays = [GrowingArray(_PLACES_MAX, shape, dtype) for shape, dtype in shapes]
         self._free = FreeSlots()
+        self._have(0)
 
     @property
     def nbytes(self) -> int:
@@ -76,13 +79,7 @@ class OwnPlaces:
         self.index.reserve_keys(table_N, id_N)
         need = self._free.used + self._free.fresh(len(id_N))
         if need > len(self.held_P):
-            # Unwritten pages take no memory. If `most` is known, the arrays need not grow and be copied later.
-            size = max(need, self._most, len(self.held_P) * 3 // 2)
-            before = [self.word_PX, self.held_P, self.table_P]
-            grown = [np.zeros((size, *array.shape[1:]), array.dtype) for array in before]  # All of them, or none.
-            for array, after in zip(before, grown, strict=True):
-                after[: len(array)] = array
-            self.word_PX, self.held_P, self.table_P = grown
+            self._have(max(need, min(len(self.held_P) + (len(self.held_P) >> _MORE_BITS), _PLACES_MAX)))
 
     def add(self, table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray | None) -> np.ndarray:
         """Add these new keys to the index. Returns their places: int64 [N]."""
@@ -103,7 +100,16 @@ class OwnPlaces:
 
     def cleared(self) -> "OwnPlaces":
         """An empty set of places of the same kind."""
-        return OwnPlaces(self._threads, self._most)
+        return OwnPlaces(self._threads)
+
+    def _have(self, places: int) -> None:
+        """Grow the arrays to this many places. After a MemoryError or an interrupt a further call succeeds."""
+        if places > min(array.most for array in self._arrays):
+            raise MemoryError(f"no address space is left for the usage metadata of {places} rows")
+        for array in self._arrays:
+            array.grow(places)
+        # `held_P` comes last: its length says whether the arrays must grow.
+        self.word_PX, self.table_P, self.held_P = (array.array for array in self._arrays)
 
 
 class SlotPlaces:

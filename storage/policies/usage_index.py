@@ -67,9 +67,6 @@ class UsageClock:
 
 _UNLIMITED = 2**62
 
-# Most places for which address space is reserved before they are needed.
-_PLACES_AT_ONCE = 1 << 26
-
 
 def _halves(stamp: int) -> tuple[int, int]:
     """The lower and the upper half of 64 bits."""
@@ -102,7 +99,7 @@ class UsageIndex:
         self.stamps = policies[0].timestamps
         """Whether usage words hold the time of a row's last use, in nanoseconds, in place of its step and second."""
         self._stamp = 0
-        self.places: OwnPlaces | SlotPlaces = self._own_places()
+        self.places: OwnPlaces | SlotPlaces = OwnPlaces(self._threads)
         self.left: dict[str, int] = {}
         """{reason: number of evicted rows}."""
         self.clear()
@@ -147,23 +144,17 @@ class UsageIndex:
         if rows is not None:
             self.places = SlotPlaces(rows, first)
         elif self.in_rows:
-            self.places = self._own_places()
+            self.places = OwnPlaces(self._threads)
 
     def move_out(self) -> None:
         """Copy the usage metadata out of the records into a separate array, and use the array. After a memory error
         nothing has changed."""
         if self.in_rows:
             table_N, id_N, place_N = self.items()
-            places, usage_N4 = self._own_places(), self.usage_words(place_N)
+            places, usage_N4 = OwnPlaces(self._threads), self.usage_words(place_N)
             place_N = places.add(table_N, id_N, None)
             places.word_PX[place_N] = usage_N4
             self.places = places
-
-    def _own_places(self) -> OwnPlaces:
-        most = self.capacity or 0
-        if len(self.limits) == len(self.policies):
-            most = min(sum(self.limits.values()), most or _PLACES_AT_ONCE)
-        return OwnPlaces(self._threads, min(most, _PLACES_AT_ONCE))
 
     # ---- time -------------------------------------------------------------------------------------------------------
 

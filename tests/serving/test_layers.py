@@ -176,6 +176,17 @@ def test_a_whole_snapshot_is_taken_over_by_a_layer_of_its_changes(job):
     assert len(whole_files_in(folder)) == 2, "the version before is not there, so all rows are written"
 
 
+def test_a_layer_goes_on_from_files_that_are_open(job, monkeypatch):
+    with opened(job) as served:
+        job.delta()
+        served.refresh()
+        with monkeypatch.context() as patched:
+            patched.setattr("oneemb.serving.layers.ServedFile", None)  # No file can be opened there.
+            job.delta(200)  # enough to take the first layer in
+            served.refresh()
+        assert served.version.name == "2" and same(served, job)
+
+
 def test_large_changes_make_a_whole_file(job):
     served = opened(job)
     job.delta(ROWS)
