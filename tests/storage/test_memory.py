@@ -16,7 +16,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.merged_store import MergedStore
-from oneemb.storage.policies.row_places import SlotPlaces
+from oneemb.storage.policies.row_places import OwnPlaces, SlotPlaces
 from oneemb.storage.table import row_writer
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.tiers import growing_array, reservation
@@ -469,6 +469,18 @@ def test_numbers_beside_rows_grow_with_them():
     place_N = places.add(table_N, id_N, None)
     assert reserved > place_N.max() and len(places.held_P) == len(places.table_P) == len(places.score_P) >= reserved
     assert len(np.unique(place_N)) == 50_000 and not places.held_P.any()
+
+
+def test_usage_metadata_grows_in_place():
+    places = OwnPlaces(THREADS)
+    place_N = places.add(np.zeros(1000, np.int32), np.arange(1000), None)
+    arrays = places.word_PX, places.table_P, places.held_P
+    places.word_PX[place_N] = 7
+    more_N = places.add(np.ones(100_000, np.int32), np.arange(100_000), None)
+    for before, after in zip(arrays, (places.word_PX, places.table_P, places.held_P), strict=True):
+        assert len(after) >= 101_000 and np.shares_memory(before, after)
+    assert (places.word_PX[place_N] == 7).all() and not places.word_PX[more_N].any() and not places.held_P.any()
+    assert (places.table_P[more_N] == 1).all() and not places.table_P[place_N].any()
 
 
 def test_numbers_that_are_reserved_for_need_no_memory(monkeypatch):
