@@ -14,7 +14,7 @@ from contextlib import suppress
 from oneemb.storage.errors import CorruptTableError, LockedError, OtherTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.objects.manifests import current_of, has_snapshot, newest_in
 from oneemb.storage.objects.object_store import ObjectStore
-from oneemb.storage.objects.pull import KnownParts, pull_from
+from oneemb.storage.objects.pull import KnownParts, PullStoppedError, pull_from
 from oneemb.storage.snapshots.part_folders import open_anew
 from oneemb.storage.snapshots.snapshot_parts import look_at
 
@@ -60,9 +60,11 @@ class StoredCopy:
                 # Readers compare what they read.
                 is_damaged = self._damaged == identity
                 pull_from(
-                    self._store, self.folder, [name], verify=False, known=self._known, is_damaged=is_damaged
+                    self._store, self.folder, [name], verify=False, known=self._known, is_damaged=is_damaged, stop=stop
                 )  # fmt: skip
                 self._damaged = ""
+            except PullStoppedError:
+                return
             except LockedError:
                 time.sleep(_LOOK_S)  # Another process of this machine pulls or removes a snapshot.
                 continue

@@ -33,6 +33,10 @@ KnownParts = dict[tuple[str, str], list[StoredPart]]
 """{(name, identity) of a snapshot: its parts}."""
 
 
+class PullStoppedError(Exception):
+    """Raised in a pull that nobody wants any more."""
+
+
 @dataclass
 class PullResult:
     """Result of a pull.
@@ -79,7 +83,7 @@ def pull(
 
 def pull_from(
     store: ObjectStore, folder: str, names: Collection[str], *, verify: bool = True, progress: Progress | None = None,
-    known: KnownParts | None = None, is_damaged: bool = False,
+    known: KnownParts | None = None, is_damaged: bool = False, stop: Callable[[], bool] = lambda: False,
 ) -> PullResult:  # fmt: skip
     """Copy the snapshots of these names to `folder`; see `pull`.
 
@@ -88,10 +92,18 @@ def pull_from(
         known: as for `parts_in`.
         is_damaged: whether files of `folder` are damaged. Then all its files are compared with the store's checksums,
             pieces that differ are downloaded, and the snapshots of these names take the place of all that was there.
+        stop: called from time to time; once it returns True, the call raises PullStoppedError, after the calls of the
+            store that are at work. The next pull goes on.
     """
-    parts = parts_in(store, names, known)
+
+    def progressed(done: int, total: int) -> None:
+        _check_wanted(stop)
+        if progress is not None:
+            progress(done, total)
+
+    parts = parts_in(store, names, known, stop)
     new, result = f"{folder}.pull", PullResult()
-    with Pull(store, new, progress, links=not is_damaged) as work:
+    with Pull(store, new, progressed, links=not is_damaged) as work:
         work.run(parts, {part.folder: f"{folder}/{part.folder}" for part in parts})
         if is_damaged:
             with doing("remove", folder), suppress(FileNotFoundError):
@@ -106,17 +118,27 @@ def pull_from(
     return result
 
 
-def parts_in(store: ObjectStore, names: Collection[str], known: KnownParts | None = None) -> list[StoredPart]:
+def _check_wanted(stop: Callable[[], bool]) -> None:
+    if stop():
+        raise PullStoppedError
+
+
+def parts_in(
+    store: ObjectStore, names: Collection[str], known: KnownParts | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[StoredPart]:  # fmt: skip
     """The parts of snapshots in the store and of their ancestors, ancestors first. SnapshotNotFoundError if the store
     has no snapshot of one of the names.
 
     Args:
         known: parts that an earlier call has found, which are not read again; those of this call take their place.
+        stop: as for `pull_from`.
     """
     known = {} if known is None else known
     parts: KnownParts = {}
     rest = [(name, "") for name in names]  # "" = the identity that the store has now
     while rest:
+        _check_wanted(stop)
         name, identity = rest.pop()
         found = parts.get((name, identity)) or known.get((name, identity))
         if found is None:

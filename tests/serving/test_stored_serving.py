@@ -15,6 +15,7 @@ from oneemb.storage.objects import pull, push as push_module
 from oneemb.storage.objects.deletion import delete_stored
 from oneemb.storage.objects.object_store import ObjectStore
 from oneemb.storage.objects.push import push, push_of_writer
+from oneemb.storage.objects.transfers import THREADS
 from tests.storage.test_objects import Killed, embedding_at, train
 
 IDS = torch.arange(400)
@@ -232,6 +233,45 @@ def test_a_bring_that_is_killed_at_any_read_changes_nothing_and_is_continued(tmp
             with oneemb.InferenceEmbedding.open(url, "a", folder=tmp_path / "before") as another:
                 assert torch.equal(another(IDS), job.rows["a"])
         assert at > 3 and torch.equal(served(IDS), job.rows["b"])
+
+
+def test_a_pull_that_nobody_wants_any_more_ends_with_the_calls_at_work(tmp_path, job, url, monkeypatch):
+    for n in range(1, 4):
+        job.save(str(n), IDS[:99], since="a" if n == 1 else str(n - 1))
+    kind, read = type(fsspec.filesystem("memory")), []
+    original = kind.cat_file
+    monkeypatch.setattr(kind, "cat_file", lambda fs, path, *args: read.append(path) or original(fs, path, *args))
+    copy, most = stored_rows.StoredCopy(ObjectStore(url), str(tmp_path / "copy")), []
+    for wanted in range(2, 100, 3):
+        read.clear()
+        copy.pull(None, lambda wanted=wanted: len(read) >= wanted)
+        if len(read) < wanted:
+            break
+        most.append(len(read) - wanted)
+    assert len(most) > 1 and max(most) <= THREADS
+    with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving") as served:
+        assert torch.equal(served(IDS), job.rows["3"])
+
+
+def test_lookups_go_on_and_nothing_is_lost_while_a_store_gives_no_answer(tmp_path, job, url, monkeypatch):
+    kind, asked, answers = type(fsspec.filesystem("memory")), threading.Event(), threading.Event()
+    original = kind.cat_file
+
+    def silent(fs, path, *args):
+        asked.set()
+        answers.wait()
+        return original(fs, path, *args)
+
+    with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving") as served:
+        job.save("b", IDS[:5], since="a")
+        monkeypatch.setattr(kind, "cat_file", silent)
+        served.follow(0.01)
+        asked.wait()
+        assert torch.equal(served(IDS), job.rows["a"]) and served.version.name == "a" and served.error is None
+        answers.set()
+        while served.version.name != "b":
+            assert served.error is None
+        assert torch.equal(served(IDS), job.rows["b"])
 
 
 def test_a_damaged_object_is_an_error_that_names_it_and_the_version_stays(tmp_path, job, url):
