@@ -193,8 +193,8 @@ def make_layer(
             table_N, id_N = rows.gone()
             gone = table_N[served_T.take(table_N)], id_N[served_T.take(table_N)]
         else:
-            before = _keys_of([base, *layers], threads)
-            live, gone, comes_back = capped_changes(before, cap.rows_of(snapshot, info.tables), live)
+            known = _keys_of([base, *layers], threads)
+            live, gone, comes_back = capped_changes(known, cap.rows_of(snapshot, info.tables), live)
             assert isinstance(changes, PartedSnapshot)
             read = snapshot if comes_back else changes
             rows = opened.enter_context(owned_rows(read, 0, 1, keep=KeysIn(live)))
