@@ -209,6 +209,22 @@ def test_what_a_killed_save_has_left_is_no_contradiction_and_goes_with_compact(t
     assert_nothing_is_unneeded(tmp_path)
 
 
+def test_tools_name_every_rank_whose_part_of_a_snapshot_is_damaged(tmp_path, monkeypatch):
+    table = tmp_path / "table"
+    run(3, save, table, 1, patch=monkeypatch)
+    files = list(table.rglob("s.snapshot"))
+    for file in files:
+        file.write_bytes(file.read_bytes()[:-1])
+    assert len(files) == 3
+    for said in (
+        run_json("inspect", table, "--disk")["damaged"]["s"],
+        command("inspect", table, "--disk").stdout,
+        command("backup", table, tmp_path / "copy", code=1).stdout,
+        command("push", table, f"file://{tmp_path}/store", code=1).stdout,
+    ):
+        assert all(str(file) in said for file in files)
+
+
 def test_tools_read_beside_a_job_and_are_refused_what_changes(tmp_path, monkeypatch):
     def job(ranks):
         embedding = make(ranks, tmp_path)

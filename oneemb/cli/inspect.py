@@ -95,7 +95,7 @@ def _inspect_disk(path: str, found: "FoundParts", as_json: bool) -> None:
             snapshot = disk.setdefault(whole.get((folder, name), name), SnapshotDisk())
             snapshot.bytes += one.bytes
             snapshot.freed += one.freed
-    damaged = {one.name: one.reason for one in found.damaged}
+    damaged = found.damage()
     needed_by = {name: names for name in disk if (names := found.going_on_from(name))}
     rows = [
         (name, size_text(one.bytes), size_text(one.freed), ", ".join(needed_by.get(name, ())) or "-")

@@ -124,9 +124,9 @@ class _Push:
         left = {(part.folder, part.info.name) for part in found.leftovers()}
         parts = [part for part in parts if (part.folder, part.info.name) not in left and not part.marked]
         wanted = None if names is None else {part.whole.name for part in parts}
-        for one in found.damaged:
-            if wanted is None or one.name.partition("~")[0] in wanted:
-                self.result.damaged[one.name] = one.reason
+        for name, reason in found.damage().items():
+            if wanted is None or name.partition("~")[0] in wanted:
+                self.result.damaged[name] = reason
         new = [part for part in parts if not has_part(self._store, part.whole.name, _identity(part), part.whole.shard)]
         self._moved.total = sum(part.info.bytes for part in new)
         with self._mark if new else nullcontext():

@@ -158,7 +158,7 @@ class _Backup:
 
     def run(self) -> None:
         found = look_at([self._path])
-        self.result.incomplete = found.broken() | {one.name: one.reason for one in found.damaged}
+        self.result.incomplete = found.broken() | found.damage()
         self.result.incomplete |= {parts[0].whole.name: incomplete_text(parts) for parts in found.incomplete()}
         self._check_not_in_use(found)
         for snapshot in found.snapshots():

@@ -293,6 +293,13 @@ class FoundParts:
         if later:
             raise max(later, key=lambda one: one.written).error()
 
+    def damage(self) -> dict[str, str]:
+        """{name of a damaged snapshot file: what is wrong with it, in every folder that has such a file}."""
+        reasons: dict[str, list[str]] = {}
+        for one in self.damaged:
+            reasons.setdefault(one.name, []).append(one.reason)
+        return {name: "; ".join(found) for name, found in reasons.items()}
+
     def damaged_of(self, name: str) -> list[Damaged]:
         """Damaged files that may be parts of a snapshot of this name."""
         return [one for one in self.damaged if one.name == name or one.name.startswith(f"{name}~")]
