@@ -208,7 +208,8 @@ class Pull:
     def __enter__(self) -> "Pull":
         try:
             self._take()
-            self._keep_chunks(self._new)
+            with doing("write", f"{self._new}/url"):
+                self._keep_chunks(self._new)
             return self
         except BaseException:
             self.__exit__()
@@ -267,19 +268,20 @@ class Pull:
             file.write(self._store.url)
 
     def _pull(self, part: StoredPart, folder: str, there: str | None, needs_chunks: bool) -> None:
-        for name in ("chunks", "snapshots"):
-            self._fs.make_directories(f"{folder}/{name}")
+        with doing("make the folder", folder):
+            for name in ("chunks", "snapshots", "coming"):
+                self._fs.make_directories(f"{folder}/{name}")
         *chunks, snapshot = part.files
         # The file of the snapshot moves to the folder of snapshots last: it makes the snapshot complete.
         beside = f"{folder}/coming/{os.path.basename(snapshot.path)}"
-        self._fs.make_directories(os.path.dirname(beside))
         self._write(snapshot, beside, [f"{there}/{snapshot.path}"] if there else [])
         record = SnapshotFiles(self._fs, f"{folder}/coming").read(part.table_name)
         geometry, known = record.geometry, {chunk.number: chunk for chunk in record.parts}
         for file in sorted(chunks, key=lambda file: not file.path.endswith(".keys")) if needs_chunks else ():
             chunk = known[file.chunk[0]]
             self._pull_chunk(file, geometry, chunk, f"{folder}/{file.path}", there and f"{there}/{file.path}")
-        self._fs.rename(beside, f"{folder}/{snapshot.path}")
+        with doing("rename", beside):
+            self._fs.rename(beside, f"{folder}/{snapshot.path}")
 
     def _pull_chunk(self, file: StoredFile, geometry: Geometry, chunk: ChunkPart, path: str, there: str | None) -> None:
         """Write a file of a chunk, unless the folder beside the target, or the target, has it. Keys come first."""

@@ -1,9 +1,11 @@
 """Snapshots in an object store: pushed, pulled, deleted, and cleaned; killed at every call, damaged, beside a job."""
 
+import errno
 import itertools
 import json
 import os
 import re
+import shutil
 import threading
 import time
 import uuid
@@ -400,6 +402,42 @@ def test_cleaning_removes_what_nobody_needs_and_nothing_young(tmp_path, url):
 
 class OfALibrary(Exception):
     """In place of errors of botocore, which are no OSErrors."""
+
+
+def test_a_pull_to_a_full_disk_says_what_to_do_at_any_call_and_goes_on_once_it_is_freed(tmp_path, monkeypatch):
+    url, source, calls = f"memory://{uuid.uuid4().hex}", str(tmp_path / "copy.pull"), []
+    held = saved_table(tmp_path / "live", "ab")
+    push(tmp_path / "live", url)
+
+    def full_at(n, call):
+        def counted(*arguments, **options):
+            if any(str(argument).startswith(source) for argument in arguments):
+                calls.append(call.__name__)
+                if len(calls) == n:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return call(*arguments, **options)
+
+        return counted
+
+    done, failed = False, set()
+    for n in itertools.count(1):
+        calls.clear()
+        with monkeypatch.context() as patch:
+            for name in ("make_directories", "create", "rename"):
+                patch.setattr(LocalFileSystem, name, full_at(n, getattr(LocalFileSystem, name)))
+            patch.setattr(pull_module, "open", full_at(n, open), raising=False)
+            try:
+                pull(url, tmp_path / "copy")
+                done = len(calls) < n
+            except StorageError as error:
+                assert "free space on that file system and call again" in str(error)
+                failed.add(calls[n - 1])
+        if done:
+            break
+        pull(url, tmp_path / "copy")
+        assert held_at(tmp_path / "copy") == held
+        shutil.rmtree(tmp_path / "copy")
+    assert failed == {"make_directories", "create", "rename", "open"}
 
 
 @pytest.mark.usefixtures("no_waits")
