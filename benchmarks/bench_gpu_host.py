@@ -152,9 +152,9 @@ def microseconds_of_loops(gpu: launch.Gpu, call: Callable[[], None], runs: int =
     names = "run", "run_rows", "run_shares"
 
     def clocked(launched: Callable[..., None]) -> Callable[..., None]:
-        def one(loop: Any, *args: Any) -> None:
+        def one(loop: Any, *args: Any, **how: Any) -> None:
             start = time.perf_counter()
-            launched(loop, *args)
+            launched(loop, *args, **how)
             found[loop.__name__].append((time.perf_counter() - start) * 1e6)
 
         return one

@@ -8,7 +8,8 @@ of an element, the address, the shape, the strides in bytes. Numbers have their 
 and a tuple is its members one after the other, arrays or numbers too.
 
 Most of a launch's time goes into reading tensors. So the words of a tensor that lives long are read once, by
-`with_words`, and lie on the tensor.
+`with_words`, and lie on the tensor; and a launch that repeats an earlier one with other tensors of the same shapes
+writes only their addresses, and numbers, into the buffer of that one (`refiller_of`).
 """
 
 import struct
@@ -134,6 +135,65 @@ def pack(buffer, args):
     exec(source, scope)
     packer: Packer = scope["pack"]
     return packer
+
+
+Refiller = Callable[..., bool]
+
+
+def refiller_of(signature: Signature) -> tuple[Refiller, tuple[str, ...]]:
+    """Function (args, *views) for a buffer that holds arguments of this signature, and the formats of the buffer's
+    views that it takes. It writes only addresses of arrays and numbers, and returns whether the numbers have the types
+    of `signature`: the arrays must have the dtypes and shapes of those that were packed."""
+    targets, writes, scope = _places(signature)
+    forms = tuple(sorted({form for _, form, _, _ in writes}))
+    checks, lines = [], []
+    for name, form, at, kinds in writes:
+        lines.append(f"v_{_NAMES[form]}[{at}] = {name}{'' if kinds else '.data_ptr()'}")
+        if kinds:
+            checks.append("(" + " or ".join(f"type({name}) is {kind}" for kind in kinds) + ")")
+    views = "".join(f", v_{_NAMES[form]}" for form in forms)
+    body = "\n    ".join(lines)
+    source = f"""
+def refill(args{views}):
+    {targets} = args
+    if not ({" and ".join(checks) or "True"}):
+        return False
+    {body}
+    return True
+"""
+    exec(source, scope)
+    return scope["refill"], forms
+
+
+_NAMES = {form: str(number) for number, form in enumerate(_FORMS.values())}
+_ADDRESS = 4
+"""Which word of an array's record is the address."""
+
+
+def _places(signature: Signature) -> tuple[str, list[tuple[str, str, int, list[str]]], dict[str, Any]]:
+    """Names of arguments as the left side of an assignment; (name, format, place in a view of this format, names of the
+    types that it may have; none for an array) of each leaf; these types by name."""
+    scope: dict[str, Any] = {}
+    writes: list[tuple[str, str, int, list[str]]] = []
+    end = 0
+
+    def target(kind: Any) -> str:
+        nonlocal end
+        if isinstance(kind, tuple):
+            return "(" + "".join(f"{target(one)}, " for one in kind) + ")"
+        name, (dtype, ndim) = f"a{len(writes)}", dimensions(kind)
+        form = _FORMS[dtype] if ndim is None else "q"
+        size, kinds = struct.calcsize(form), []
+        end += -end % size
+        if ndim is None:
+            types = [one for one, called in _PYTHON.items() if called == dtype] + [np.dtype(dtype).type]
+            kinds = [f"{name}_{k}" for k in range(len(types))]
+            scope.update(zip(kinds, types, strict=True))
+        writes.append((name, form, end // size + (0 if kinds else _ADDRESS), kinds))
+        end += size if kinds else size * (5 + 2 * (ndim or 0))
+        return name
+
+    return target(signature), writes, scope
 
 
 class _PackerText:

@@ -8,9 +8,9 @@ thread: threads of autograd and of users may have none, or that of another GPU, 
 import ctypes
 import functools
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from oneemb.kernels.cuda_arguments import Packer, Signature
+from oneemb.kernels.cuda_arguments import Packer, Refiller, Signature
 
 ARGUMENTS_BYTES_MAX = 4096
 """Bytes of arguments that the driver takes."""
@@ -108,9 +108,22 @@ class _FreeArguments(threading.local):
 
     def __init__(self) -> None:
         self.free: list[Arguments] = []
+        self.repeated: dict[Any, Repeated | None] = {}
+        """Launches of this thread that it may repeat; None = it was made once."""
 
 
 arguments = _FreeArguments()
+
+
+class Repeated:
+    """A launch that may be made again with other addresses and numbers: it keeps its buffer."""
+
+    def __init__(self, kernel: "Kernel", own: Arguments, grid: tuple[int, int, int]):
+        self.kernel, self.own, self.grid = kernel, own, grid
+        self.is_busy = False
+        """Whether a launch fills the buffer: another one may come in the middle, as said above."""
+        view = memoryview(own.buffer).cast("B")
+        self.views = tuple(view.cast(form) for form in kernel.forms)  # type: ignore[call-overload]  # of any format
 
 
 class Kernel(NamedTuple):
@@ -123,6 +136,9 @@ class Kernel(NamedTuple):
     bytes: int
     """Size of its arguments."""
     signature: Signature
+    refill: Refiller
+    forms: tuple[str, ...]
+    """Formats of the views that `refill` takes."""
 
 
 class Device:

@@ -96,4 +96,4 @@ def check_norm_cuda(norm: torch.Tensor, go_1: torch.Tensor, *, gpu: Gpu) -> None
 
 def check_sums_cuda(finite_1: torch.Tensor, go_1: torch.Tensor, *, gpu: Gpu) -> None:
     """go_1[0] turns 0 if finite_1[0], of sums that were made before, is 0."""
-    gpu.run(check_sum_loop, 1, finite_1, go_1)
+    gpu.run(check_sum_loop, 1, finite_1, go_1, shapes=())

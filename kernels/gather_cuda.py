@@ -103,7 +103,10 @@ def gather_cuda(
     """out_ND[n] = the weights in slot `slot_U[inverse_N[n]]`, zeros where `inverse_N[n]` is -1."""
     size, dim = out_ND.shape
     v = vector_width(dim, weight_SX, out_ND)
-    gpu.run_rows(gather_loop.at(V=v), size, dim // v, weight_SX, slot_U, inverse_N, out_ND)
+    gpu.run_rows(
+        gather_loop.at(V=v), size, dim // v, weight_SX, slot_U, inverse_N, out_ND,
+        shapes=(weight_SX.shape, weight_SX.dtype, slot_U.shape, inverse_N.shape, inverse_N.dtype, dim),
+    )  # fmt: skip
 
 
 @cuda

@@ -9,7 +9,7 @@ whole grid; and no result depends on that shape.
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ import torch
 
 from oneemb.kernels import cuda_code, cuda_driver
 from oneemb.kernels.arrays import BLOCK_MAX
-from oneemb.kernels.cuda_arguments import have_words, layout_of, packer_of, signature_of, with_words
-from oneemb.kernels.cuda_driver import Kernel
+from oneemb.kernels.cuda_arguments import have_words, layout_of, packer_of, refiller_of, signature_of, with_words
+from oneemb.kernels.cuda_driver import Kernel, Repeated
 from oneemb.kernels.extras import missing
 from oneemb.kernels.jit import SIMULATED, CudaLoop
 
@@ -38,6 +38,9 @@ _PAGE_LOCKED_MAX = 1 << 22
 
 # Number of small arrays that are made at a time.
 _SMALL = 256
+
+# Launches that a thread may repeat, at most.
+_REPEATED_MAX = 256
 
 _DRIVER_MIN = 13000  # CUDA 13.0 in cuDriverGetVersion's form, which compiled loops need
 
@@ -180,18 +183,23 @@ class Gpu:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def run(self, loop: CudaLoop, size: int, *args: Any) -> None:
-        """Launch a loop in which each thread takes one of `size` items at a time."""
-        if size > 0:
-            self._launch(loop, min(-(-size // _BLOCK), _BLOCKS_MAX), _BLOCK, 1, args)
+    # `shapes`, below, decides the shapes and dtypes of all arrays, which are in C order: with equal `loop`, sizes and
+    # `shapes` a launch writes only addresses and numbers into the buffer of the one before. None = nothing is known.
 
-    def run_rows(self, loop: CudaLoop, rows: int, columns: int, *args: Any) -> None:
+    def run(self, loop: CudaLoop, size: int, *args: Any, shapes: Hashable = None) -> None:
+        """Launch a loop in which each thread takes one of `size` items at a time."""
+        key = None if shapes is None else (self, loop, size, shapes)
+        if size > 0 and (key is None or not self._repeat(key, loop, args)):
+            self._launch(loop, min(-(-size // _BLOCK), _BLOCKS_MAX), _BLOCK, 1, args, key)
+
+    def run_rows(self, loop: CudaLoop, rows: int, columns: int, *args: Any, shapes: Hashable = None) -> None:
         """Launch a loop in which `threadIdx.x` of a group of threads shares one of `rows` rows at a time. A group has
         no more threads than a row has pieces, `columns`: a power of two up to 32."""
-        if rows > 0:
+        key = None if shapes is None else (self, loop, rows, columns, shapes)
+        if rows > 0 and (key is None or not self._repeat(key, loop, args)):
             lanes = 1 << self.lane_bits(columns)
             groups = _BLOCK // lanes
-            self._launch(loop, min(-(-rows // groups), _BLOCKS_MAX), lanes, groups, args)
+            self._launch(loop, min(-(-rows // groups), _BLOCKS_MAX), lanes, groups, args, key)
 
     def lane_bits(self, columns: int) -> int:
         """Bits of the number of threads that share a row of so many pieces."""
@@ -203,12 +211,30 @@ class Gpu:
         bits = max(0, (-(-size // SHARES_MAX) - 1).bit_length() - BLOCK_BITS)
         return -(-size >> bits + BLOCK_BITS), bits
 
-    def run_shares(self, loop: CudaLoop, blocks: int, *args: Any) -> None:
+    def run_shares(self, loop: CudaLoop, blocks: int, *args: Any, shapes: Hashable = None) -> None:
         """Launch a loop in which each of so many blocks takes consecutive items."""
-        if blocks > 0:
-            self._launch(loop, blocks, _BLOCK, 1, args)
+        key = None if shapes is None else (self, loop, blocks, shapes)
+        if blocks > 0 and (key is None or not self._repeat(key, loop, args)):
+            self._launch(loop, blocks, _BLOCK, 1, args, key)
 
-    def _launch(self, loop: CudaLoop, blocks: int, threads_x: int, threads_y: int, args: tuple) -> None:
+    def _repeat(self, key: Hashable, loop: CudaLoop, args: tuple) -> bool:
+        """Launch a loop as this thread has launched it before, if it has."""
+        again = cuda_driver.arguments.repeated.get(key)
+        if again is None or again.is_busy:
+            return False
+        again.is_busy = True
+        try:
+            if not again.kernel.refill(args, *again.views):
+                return False  # Numbers of other types are for another form of the loop.
+            self.launches += 1
+            self._driver.launch(again.kernel, again.own, *again.grid, self._stream_of(self._index))
+        finally:
+            again.is_busy = False
+        return True
+
+    def _launch(
+        self, loop: CudaLoop, blocks: int, threads_x: int, threads_y: int, args: tuple, key: Hashable = None
+    ) -> None:  # fmt: skip
         self.launches += 1
         if SIMULATED:
             _simulate(loop, blocks, (threads_x, threads_y), args)
@@ -225,8 +251,21 @@ class Gpu:
             else:
                 kernel = self._loaded(loop, args, own)
             self._driver.launch(kernel, own, blocks, threads_x, threads_y, self._stream_of(self._index))
+            if key is not None and self._is_second(key):
+                cuda_driver.arguments.repeated[key] = Repeated(kernel, own, (blocks, threads_x, threads_y))
+                own = cuda_driver.Arguments()
         finally:
             free.append(own)
+
+    def _is_second(self, key: Hashable) -> bool:
+        """Whether this thread has made a launch before. Of one that is made once, nothing is kept."""
+        repeated = cuda_driver.arguments.repeated
+        if key in repeated:
+            return repeated[key] is None
+        if len(repeated) >= _REPEATED_MAX:
+            repeated.clear()
+        repeated[key] = None
+        return False
 
     def _try_first(self, loop: CudaLoop, kernel: Kernel) -> None:
         """Let the next launch of a loop try this form first."""
@@ -265,7 +304,7 @@ class Gpu:
                 continue
             packed = packer(own.buffer, args)
             assert packed
-            return Kernel(name, function, packer, layout_of(signature).size, signature)
+            return Kernel(name, function, packer, layout_of(signature).size, signature, *refiller_of(signature))
         assert failure is not None
         raise failure
 

@@ -53,6 +53,15 @@ class Segments(NamedTuple):
         return self.begin_U1.shape[0] - 1, self.grad_NX.shape[1]
 
     @property
+    def shapes(self) -> tuple[object, ...]:
+        """Decides the shapes and dtypes of all arrays, and whether they are in C order: gradients are a user's."""
+        grad_NX, order_N, scale_N, begin_U1, part_U, part_PD = self
+        return (
+            grad_NX.shape, grad_NX.dtype, grad_NX.is_contiguous(), order_N.shape, order_N.dtype, scale_N.shape, begin_U1.shape, part_U.shape,
+            part_PD.shape,
+        )  # fmt: skip
+
+    @property
     def scaled(self) -> bool:
         return self.scale_N.shape[0] > 0
 
@@ -212,7 +221,7 @@ def occurrences(inverse_N: torch.Tensor, keys: int, *, gpu: "Gpu") -> Occurrence
     parts = 2 * size // PART if size > PART else 0
     begin_U1, part_U = gpu.empty(keys + 1, dtype=torch.int64), gpu.empty(keys, dtype=torch.int64)
     found = Occurrences(order_N, begin_U1, part_U, gpu.empty(parts, dtype=torch.int64), gpu.filled(1))
-    gpu.run(begin_loop, size, sorted_N, *found[1:])
+    gpu.run(begin_loop, size, sorted_N, *found[1:], shapes=(keys, inverse_N.dtype))
     return found
 
 
@@ -242,7 +251,7 @@ def segments_of(
     if parts > 0:
         v = vector_width(dim, grad_NX, segments.part_PD)
         loop = sum_parts_loop.at(V=v, SCALED=segments.scaled)
-        gpu.run_rows(loop, parts, dim // v, *segments, key_P, count_1)
+        gpu.run_rows(loop, parts, dim // v, *segments, key_P, count_1, shapes=segments.shapes)
     return segments
 
 
@@ -261,5 +270,6 @@ def reduce_grads_cuda(
     grad_UD = gpu.empty(keys, dim, dtype=torch.float32)
     finite_1 = gpu.filled(1, 1) if finite_1 is None else finite_1
     v = vector_width(dim, segments.grad_NX, segments.part_PD, grad_UD)
-    gpu.run_rows(reduce_loop.at(V=v, SCALED=segments.scaled), keys, dim // v, *segments, grad_UD, finite_1)
+    loop = reduce_loop.at(V=v, SCALED=segments.scaled)
+    gpu.run_rows(loop, keys, dim // v, *segments, grad_UD, finite_1, shapes=segments.shapes)
     return grad_UD, finite_1

@@ -319,5 +319,6 @@ def run_row_update_cuda(
     v = v if state_begin % 4 == 0 else 1
     loop = loop.at(V=v, gradient=how, SCALED=arrays.scaled)
     gpu.run_rows(
-        loop, len(slot_U), dim // v, weight_SX, row_SW, slot_U, *arrays, go_1, dirty_S, state_begin, scalars
+        loop, slot_U.shape[0], dim // v, weight_SX, row_SW, slot_U, *arrays, go_1, dirty_S, state_begin, scalars,
+        shapes=(weight_SX.shape, weight_SX.dtype, row_SW.shape, arrays.shapes, dirty_S.shape),
     )  # fmt: skip

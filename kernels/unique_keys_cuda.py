@@ -205,10 +205,14 @@ def unique_keys_cuda(
         scratch, (blocks, bits) = _scratch_for(size, gpu), gpu.shares(size)
         cell_C, cell_N, rank_N, count_B = scratch.arrays(size, blocks)
         padded, batch = padding_id is not None, scratch.next_batch()
-        gpu.run(claim_loop, size, table_N, id_N, tables, padded, padding_id or 0, batch, cell_C, cell_N, size_2)
-        gpu.run_shares(first_loop, blocks, cell_C, cell_N, batch, bits, rank_N, count_B)
+        shapes = size, scratch.ids, id_N.dtype
+        gpu.run(
+            claim_loop, size, table_N, id_N, tables, padded, padding_id or 0, batch, cell_C, cell_N, size_2,
+            shapes=shapes,
+        )  # fmt: skip
+        gpu.run_shares(first_loop, blocks, cell_C, cell_N, batch, bits, rank_N, count_B, shapes=shapes)
         gpu.run(
             collect_loop, size, table_N, id_N, cell_C, cell_N, bits, rank_N, count_B, table_U, id_U, head_U, size_2,
-            inverse_N, narrow_N,
+            inverse_N, narrow_N, shapes=shapes,
         )  # fmt: skip
     return DeviceKeys(table_U, id_U, head_U, size_2, inverse_N, (inverse_N, narrow_N))

@@ -60,6 +60,11 @@ def test_arguments_are_packed_as_numba_packs_them(counted, name):
     assert counted[name]["loops"] and counted[name]["packed otherwise"] == []
 
 
+def test_launches_of_shapes_in_turn_are_repeated_and_packed_as_numba_packs_them(counted):
+    found = counted["repeated"]
+    assert found["packed otherwise"] == [] and found["repeats"] > found["loops"] / 4
+
+
 def test_a_second_process_compiles_nothing(counted, run):
     assert run()["compiled"] == []
 

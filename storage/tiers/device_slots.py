@@ -110,7 +110,7 @@ class DeviceSlots(MemoryTier):
     """Number that a use counts now, for "lfu": see oneemb.storage.tiers.hot_tier."""
 
     def _release(self, slot_U: torch.Tensor) -> None:
-        self._gpu.run(release_loop, slot_U.shape[0], slot_U, self.pin_S)
+        self._gpu.run(release_loop, slot_U.shape[0], slot_U, self.pin_S, shapes=self.pin_S.shape)
         self._order.released(slot_U)
 
     _release_in_order = in_order(_release)

@@ -53,8 +53,17 @@ class NullGpu(Gpu):
     def free_bytes(self):
         return 1 << 28
 
-    def _launch(self, loop, blocks, threads_x, threads_y, args):
-        super()._launch(loop, blocks, threads_x, threads_y, args)
+    def _launch(self, loop, blocks, threads_x, threads_y, args, key=None):
+        super()._launch(loop, blocks, threads_x, threads_y, args, key)
+        self._launched(loop, args)
+
+    def _repeat(self, key, loop, args):
+        repeated = super()._repeat(key, loop, args)
+        if repeated:
+            self._launched(loop, args)
+        return repeated
+
+    def _launched(self, loop, args):
         name = loop.function.__name__ if self.writes else ""
         if name == "collect_loop":
             named(loop, args)["size_2"][0] = self.unique

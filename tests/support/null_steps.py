@@ -116,13 +116,7 @@ def main(folder):
             call()
         loops, wrong = [], []
 
-        def compare(loop, args):
-            signature = signature_of(args)
-            loops.append(loop.function.__name__)
-            if not same_words(signature, args, driver.arguments(), Numba().arguments(signature, args)):
-                wrong.append(loop.function.__name__)
-
-        gpu.launched = compare
+        gpu.launched = comparing(driver, loops, wrong)
         call()
         gpu.launched = None
         before = gpu.launches, gpu.waits, driver.count("cuLaunchKernel"), driver.count()
@@ -133,7 +127,7 @@ def main(folder):
         launched = [
             name
             for name in python_calls(call)
-            if name in ("run", "run_rows", "run_shares", "_launch", "pack", "launch")
+            if name in ("run", "run_rows", "run_shares", "_launch", "_repeat", "pack", "refill", "launch")
         ]
         counted[name] |= {"loops": loops, "packed otherwise": wrong, "Python calls of launches": len(launched)}
 
@@ -144,11 +138,62 @@ def main(folder):
     embedding.eval()
     count("eval", evaluate)
     release(gpu)
+    embedding.train()
+    counted["repeated"] = repeated(gpu, driver, embedding, optimizer, evaluate)
     counted["compiled"] = list(compiled)
     counted["errors"] = errors(driver, gpu)
     counted["threads"] = threads(driver, gpu)
     counted["nested"] = nested(driver, gpu)
     print(json.dumps(counted))
+
+
+def comparing(driver, loops, wrong):
+    """A callback of launches that lists the loops, and those whose arguments are not packed as numba packs them."""
+
+    def compare(loop, args):
+        signature = signature_of(args)
+        loops.append(loop.function.__name__)
+        if not same_words(signature, args, driver.arguments(), Numba().arguments(signature, args)):
+            wrong.append(loop.function.__name__)
+
+    return compare
+
+
+def repeated(gpu, driver, embedding, optimizer, evaluate):
+    """Steps of several shapes in turn, whose launches repeat those before: with other ids, other scalars, a slab that
+    grows, two lookups before one backward pass, an eval in between, and an error in the middle of a launch."""
+    loops, wrong, repeats = [], [], []
+    gpu.launched = comparing(driver, loops, wrong)
+    repeat = gpu._repeat
+
+    def counting(key, loop, args):
+        done = repeat(key, loop, args)
+        repeats.append(done)
+        return done
+
+    gpu._repeat = counting
+    for step in range(24):
+        size = (1, 64, 16, 500)[step % 4]
+        ids = [torch.randint(1 << 40, (size, TABLES)) for _ in range(1 + step % 2)]
+        gpu.unique = gpu.missing = min(TABLES * size, 40 + 100 * step)
+        optimizer.optimizer.param_groups[0]["lr"] = 1 / (1 + step)
+        rows = [embedding(one) for one in ids]
+        if step % 3 == 0:
+            embedding.eval()
+            evaluate()
+            embedding.train()
+        if step == 12:
+            driver.fail("cuLaunchKernel", 700)
+            try:
+                embedding(ids[0])
+                raise AssertionError("the launch has not failed")
+            except cuda_driver.DriverError:
+                pass
+        torch.autograd.backward([one.sum() for one in rows])
+        optimizer.step()
+        optimizer.zero_grad()
+    gpu._repeat, gpu.launched = repeat, None
+    return {"loops": len(loops), "packed otherwise": wrong, "repeats": sum(repeats)}
 
 
 def release(gpu):
