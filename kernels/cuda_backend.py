@@ -99,7 +99,7 @@ class CudaBackend:
         self, table_N: torch.Tensor, id_N: torch.Tensor, *, tables: int, padding_id: int | None,
         check: Callable[[], None] | None,
     ) -> DeviceKeys:  # fmt: skip
-        return unique_keys_cuda(table_N, id_N, tables=tables, padding_id=padding_id, gpu=self.gpu)._replace(check=check)
+        return unique_keys_cuda(table_N, id_N, tables=tables, padding_id=padding_id, check=check, gpu=self.gpu)
 
     def unique_keys_of_bags(
         self, id_N: torch.Tensor, offset_P1: torch.Tensor, table_P: torch.Tensor | None, *, tables: int,
@@ -109,8 +109,10 @@ class CudaBackend:
         if columns is not None:
             row_P, table_P = _bags_of_columns(len(offset_P1) - 1, tuple(columns), self.gpu, self.gpu.stream)
         bag_N, table_N = bags_of_cuda(offset_P1, table_P, row_P, tables, len(id_N), size_2, gpu=self.gpu)
-        keys = unique_keys_cuda(table_N, id_N, tables=tables, padding_id=padding_id, size_2=size_2, gpu=self.gpu)
-        return keys._replace(check=check), Bags(offset_P1, bag_N, row_P)
+        keys = unique_keys_cuda(
+            table_N, id_N, tables=tables, padding_id=padding_id, size_2=size_2, check=check, gpu=self.gpu
+        )  # fmt: skip
+        return keys, Bags(offset_P1, bag_N, row_P)
 
     def distinct_keys(self, table_U: torch.Tensor, id_U: torch.Tensor) -> DeviceKeys:
         size_2 = self.gpu.filled(2)
@@ -204,7 +206,7 @@ class CudaBackend:
         spread_max_grads_cuda(bags, argmax_PD, grad_PX, out_NX, gpu=self.gpu)
 
     def segments(self, keys: Any, bags: Bags | None, grad_NX: torch.Tensor, scale_N: torch.Tensor | None) -> Segments:
-        found = reduce_grads_cuda.occurrences(keys.narrow_N, len(keys.id_U), gpu=self.gpu)
+        found = reduce_grads_cuda.occurrences(keys.narrow_N, keys.id_U.shape[0], gpu=self.gpu)
         bag_N = None if bags is None else bags.bag_N
         return reduce_grads_cuda.segments_of(grad_NX, found, bag_N, scale_N, gpu=self.gpu)
 

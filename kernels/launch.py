@@ -45,6 +45,17 @@ _REPEATED_MAX = 256
 _DRIVER_MIN = 13000  # CUDA 13.0 in cuDriverGetVersion's form, which compiled loops need
 
 
+class _OfThread(threading.local):
+    """Arrays of one thread."""
+
+    def __init__(self) -> None:
+        self.scratch: dict[int, dict[Any, Any]] = {}
+        """{stream: `Gpu.scratch`}"""
+        self.filled: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+        """{(stream, size, value): results to come of `Gpu.filled`}"""
+        self.page_locked: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+
+
 class Gpu:
     """One device, as loops see it; torch's name of it is ignored in the simulator.
 
@@ -59,22 +70,27 @@ class Gpu:
     """
 
     def __init__(self, device: torch.device | str = "cuda"):
-        self.launches = self.waits = 0
-        self._buffers = threading.local()
-        self._none: dict[tuple[torch.dtype, int | None], torch.Tensor] = {}
+        self._begin(torch.device("cpu") if SIMULATED else torch.device(device))
         if SIMULATED:
-            self.device = torch.device("cpu")
             return
         _check_cuda()
-        self.device = torch.device(device)
         if self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.init()
         self._open(self.device.index, torch._C._cuda_getCurrentRawStream)
 
+    def _begin(self, device: torch.device) -> None:
+        self.device = device
+        self.launches = self.waits = 0
+        self._buffers = _OfThread()
+        self._none: dict[tuple[torch.dtype, int | None], torch.Tensor] = {}
+        self.stream_now: Callable[[], int] = int  # which returns 0
+        """Returns the handle of the current stream."""
+
     def _open(self, index: int, stream_of: Callable[[int], int]) -> None:
         """Let loops be launched on GPU `index`, each on the stream whose handle `stream_of` returns."""
-        self._index, self._stream_of, self._driver = index, stream_of, cuda_driver.Device(index)
+        self._driver = cuda_driver.Device(index)
+        self.stream_now = functools.partial(stream_of, index)
         self._kernels: dict[CudaLoop, list[Kernel]] = {}
         self._loading = threading.RLock()
 
@@ -102,23 +118,19 @@ class Gpu:
 
     def filled(self, size: int, value: int = 0) -> torch.Tensor:
         """A few int64 numbers on the device, for this caller alone. Memory is filled for many calls at a time."""
-        kept = self.scratch
-        found: list[torch.Tensor] | None = kept.get((size, value))
+        key = self.stream_now(), size, value
+        found = self._buffers.filled.get(key)
         if not found:
             with torch.inference_mode(False):
                 many = torch.full((_SMALL, size), value, dtype=torch.int64, device=self.device)
-            found = kept[size, value] = list(many.unbind())
+            found = self._buffers.filled[key] = list(many.unbind())
         return found.pop()
 
     @property
     def scratch(self) -> dict[Any, Any]:
         """Arrays that calls of the current thread use again on the current stream, by name: another stream would not
         wait until they are free, and another thread might launch loops between those of a call."""
-        try:
-            kept: dict[int, dict[Any, Any]] = self._buffers.scratch
-        except AttributeError:
-            kept = self._buffers.scratch = {}
-        stream = self.stream
+        stream, kept = self.stream_now(), self._buffers.scratch
         found = kept.get(stream)
         if found is None:
             found = kept[stream] = {}
@@ -127,8 +139,7 @@ class Gpu:
     def page_locked(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """A few numbers in page-locked memory of the host, for this caller alone. Memory is allocated for many calls
         at a time."""
-        kept: dict[tuple[int, torch.dtype], list[torch.Tensor]] = vars(self._buffers).setdefault("page_locked", {})
-        found = kept.setdefault((size, dtype), [])
+        found = self._buffers.page_locked.setdefault((size, dtype), [])
         if not found:
             with torch.inference_mode(False):
                 found += torch.empty(_SMALL, size, dtype=dtype, pin_memory=True, device="cpu").unbind()
@@ -137,7 +148,7 @@ class Gpu:
     @property
     def stream(self) -> int:
         """Handle of the current stream."""
-        return self._stream_of(self._index) if self.device.type == "cuda" else 0
+        return self.stream_now()
 
     def free_bytes(self) -> int:
         """Bytes of device memory that can still be allocated."""
@@ -227,7 +238,7 @@ class Gpu:
             if not again.kernel.refill(args, *again.views):
                 return False  # Numbers of other types are for another form of the loop.
             self.launches += 1
-            self._driver.launch(again.kernel, again.own, *again.grid, self._stream_of(self._index))
+            self._driver.launch(again.kernel, again.own, *again.grid, self.stream_now())
         finally:
             again.is_busy = False
         return True
@@ -250,7 +261,7 @@ class Gpu:
                     break
             else:
                 kernel = self._loaded(loop, args, own)
-            self._driver.launch(kernel, own, blocks, threads_x, threads_y, self._stream_of(self._index))
+            self._driver.launch(kernel, own, blocks, threads_x, threads_y, self.stream_now())
             if key is not None and self._is_second(key):
                 cuda_driver.arguments.repeated[key] = Repeated(kernel, own, (blocks, threads_x, threads_y))
                 own = cuda_driver.Arguments()
@@ -342,10 +353,9 @@ class Later:
 
     def values(self) -> list[Any]:
         """The values; the host waits until they have come."""
-        if not self.ready:
+        if self._event is not None and not self._event.query():
             self._gpu.waits += 1
-            if self._event is not None:
-                self._event.synchronize()
+            self._event.synchronize()
         return self._found.tolist()
 
 

@@ -216,7 +216,7 @@ def occurrences(inverse_N: torch.Tensor, keys: int, *, gpu: "Gpu") -> Occurrence
     more bytes to sort."""
     # The sort is stable, so that ids of one key stay in batch order; padding, -1, comes first and is in no range.
     sorted_N, order_N = torch.sort(inverse_N, stable=True)
-    size = len(order_N)
+    size = order_N.shape[0]
     # An upper bound: a key that has parts has more than PART occurrences, so at least PART / 2 for each part.
     parts = 2 * size // PART if size > PART else 0
     begin_U1, part_U = gpu.empty(keys + 1, dtype=torch.int64), gpu.empty(keys, dtype=torch.int64)

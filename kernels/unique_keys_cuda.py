@@ -187,10 +187,11 @@ def unique_keys_cuda(
     tables: int = TABLES_MAX,
     padding_id: int | None = None,
     size_2: torch.Tensor | None = None,
+    check: Callable[[], object] | None = None,
     gpu: Gpu,
 ) -> DeviceKeys:
     """The unique keys among (table_N int32, id_N int32 or int64), leaving out ids that equal `padding_id`. `size_2` is
-    zeros, or the errors found before; an id of another table than of `tables` is noted there.
+    zeros, or the errors found before; an id of another table than of `tables` is noted there. `check`: that of the keys.
 
     Raises:
         ValueError: there are 2^30 ids or more.
@@ -215,4 +216,4 @@ def unique_keys_cuda(
             collect_loop, size, table_N, id_N, cell_C, cell_N, bits, rank_N, count_B, table_U, id_U, head_U, size_2,
             inverse_N, narrow_N, shapes=shapes,
         )  # fmt: skip
-    return DeviceKeys(table_U, id_U, head_U, size_2, inverse_N, (inverse_N, narrow_N))
+    return DeviceKeys(table_U, id_U, head_U, size_2, inverse_N, (inverse_N, narrow_N), check)

@@ -70,11 +70,10 @@ class LateCheck:
         gpu = self.backend.gpu
         for grad in grads:
             grad.sum_to_check(self.go_1)
-            if grad.to_sum is None:
-                if grad.finite_X is not self.go_1:
-                    check_sums_cuda(grad.finite_X, self.go_1, gpu=gpu)
-            else:
-                check_segments_cuda(cast(Any, grad.to_sum), SUM_MAX, self.go_1, gpu=gpu)
+            if (segments := grad.to_sum) is not None:
+                check_segments_cuda(cast(Any, segments), SUM_MAX, self.go_1, gpu=gpu)
+            elif (finite_1 := grad.finite_X) is not self.go_1:
+                check_sums_cuda(finite_1, self.go_1, gpu=gpu)
             grad.go_1 = self.go_1
         if dense:
             check_norm_cuda(torch.nn.utils.get_total_norm(list(dense), torch.inf), self.go_1, gpu=gpu)

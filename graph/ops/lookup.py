@@ -217,7 +217,7 @@ class Lease:
         store, keys = self.store, self.keys
         with store.store_lock:
             again = again or self.generation != -1
-            self.slot_U, unique = store.acquire(keys.unique, prefetched, again=again, uses_U=keys.uses_U)
+            self.slot_U, unique = store.acquire_locked(keys.unique, prefetched, again, False, keys.uses_U)
             if unique is not keys.unique:
                 self._keys = dataclasses.replace(keys, unique=unique)
             self.generation, self._pins = store.generation, store.pins.own(self, self.slot_U)
@@ -238,7 +238,7 @@ class Lease:
         if self.has_grad or self.remote is not None or self.shared is not None or self.argmax_PD is not None:
             return None
         keys, backend = self.keys, self.store.backend
-        if len(keys.unique.id_U) > len(grad_NX):  # of bags
+        if keys.unique.id_U.shape[0] > grad_NX.shape[0]:  # of bags
             return None
         return Summed(
             *backend.sum_segments(backend.segments(keys.unique, keys.bags, backend.array(grad_NX), self.scale_N))

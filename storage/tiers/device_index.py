@@ -64,12 +64,12 @@ class DeviceIndex:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch `acquire_loop`, which fills slot_U. Returns its count_4 and count_B; the next call on the stream
         writes to the same count_B."""
-        gpu, count_4 = self._gpu, self._gpu.filled(4)
+        gpu, scratch, count_4 = self._gpu, self._gpu.scratch, self._gpu.filled(4)
         blocks, _ = gpu.shares(slot_U.shape[0])
-        count_B = gpu.scratch.get(("counts of shares", blocks))
+        count_B = scratch.get(("counts of shares", blocks))
         if count_B is None:
             with torch.inference_mode(False):
-                count_B = gpu.scratch["counts of shares", blocks] = gpu.kept(gpu.empty(blocks, dtype=torch.int32))
+                count_B = scratch["counts of shares", blocks] = gpu.kept(gpu.empty(blocks, dtype=torch.int32))
         gpu.run_shares(
             acquire_loop, blocks, self.cell_C2, keys.table_U, keys.id_U, keys.size_2, pin_S, score_S, pins, tick,
             slot_U, self.inserted_2, count_4, count_B,

@@ -186,7 +186,9 @@ class DeviceSlots(MemoryTier):
         size, free = keys.id_U.shape[0], self._free
         slot_U = self._gpu.empty(size, dtype=torch.int64)
         # While an admission is pending, only the device knows which slots are free; then no call has changed them.
-        is_known = not any(lookup.admits for lookup in self._pending)
+        is_known = True
+        for lookup in self._pending:
+            is_known = is_known and not lookup.admits
         if is_known and self._free_known != (free.returned, free.used):
             self._free_2[:1].fill_(free.returned)
             self._free_2[1:].fill_(free.used)
@@ -224,7 +226,7 @@ class DeviceSlots(MemoryTier):
     def _apply_first(self) -> None:
         missed, size, _, lost = self._pending[0].counts.values()
         with changing:
-            if self._pending.popleft().admits:
+            if self._pending.popleft().admits and missed:
                 self._index.note_inserted(missed)
                 self._free.commit(missed)
                 self._free_known = self._free.returned, self._free.used
