@@ -112,7 +112,8 @@ def measure(gpu: launch.Gpu, options: argparse.Namespace) -> list[dict[str, Any]
 
         for _ in range(3):
             step()
-        vars(gpu)["writes"] = False  # From now on a GPU that does nothing writes nothing.
+        if hasattr(gpu, "stop_writing"):
+            gpu.stop_writing()  # From now on a GPU that does nothing writes nothing.
         found = [timed(gpu, "step", step, options.runs)]
         embedding.eval()
         found.append(timed(gpu, "eval", evaluate, options.runs))

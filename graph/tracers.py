@@ -105,10 +105,11 @@ def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Do as torch.compiler.disable, but import torch's compiler only where code is compiled, since the import takes a
     second and 100 MB. A call from uncompiled code takes no longer than the function."""
     disabled = torch._disable_dynamo(function)
+    is_compiling = torch.compiler.is_dynamo_compiling
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if torch.compiler.is_dynamo_compiling() or _compiler_of_frames() is not None:
+        if is_compiling() or _compiler_of_frames() is not None:
             return disabled(*args, **kwargs)
         try:
             return function(*args, **kwargs)

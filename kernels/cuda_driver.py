@@ -178,12 +178,11 @@ class Device:
         return function.value
 
     def launch(self, kernel: Kernel, own: Arguments, blocks: int, threads_x: int, threads_y: int, stream: int) -> None:
-        """Launch a loop on a stream, given by its handle, with the arguments that it has packed into `own.buffer`.
+        """Launch a loop on a stream, given by its handle, with the arguments in `own.buffer`, whose size `own` knows.
 
         Raises:
             DriverError: the launch failed, or one before it on this device.
         """
-        own.size.value = kernel.bytes
         code = self._current(own.context_at)
         before, context = own.context.value, self.context
         if before != context:

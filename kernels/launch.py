@@ -84,6 +84,7 @@ class Gpu:
         self.launches = self.waits = 0
         self._buffers = _OfThread()
         self._none: dict[tuple[torch.dtype, int | None], torch.Tensor] = {}
+        self._nothing: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self.stream_now: Callable[[], int] = int  # which returns 0
         """Returns the handle of the current stream."""
 
@@ -114,6 +115,15 @@ class Gpu:
                 shape = (0,) if columns is None else (0, columns)
                 found = self.kept(torch.empty(shape, dtype=dtype, device=self.device))
             self._none[dtype, columns] = found
+        return found
+
+    def nothing(self, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tensors without elements: int64 [0], float32 [0], float32 [0, columns] and bool [0]."""
+        found = self._nothing.get(columns)
+        if found is None:
+            of_rows, dtypes = self.none(torch.float32, columns), (torch.int64, torch.float32, torch.bool)
+            numbers, factors, bits = map(self.none, dtypes)
+            found = self._nothing[columns] = numbers, factors, of_rows, bits
         return found
 
     def filled(self, size: int, value: int = 0) -> torch.Tensor:
@@ -261,6 +271,7 @@ class Gpu:
                     break
             else:
                 kernel = self._loaded(loop, args, own)
+            own.size.value = kernel.bytes
             self._driver.launch(kernel, own, blocks, threads_x, threads_y, self.stream_now())
             if key is not None and self._is_second(key):
                 cuda_driver.arguments.repeated[key] = Repeated(kernel, own, (blocks, threads_x, threads_y))

@@ -55,10 +55,10 @@ class Segments(NamedTuple):
     @property
     def shapes(self) -> tuple[object, ...]:
         """Decides the shapes and dtypes of all arrays, and whether they are in C order: gradients are a user's."""
-        grad_NX, order_N, scale_N, begin_U1, part_U, part_PD = self
+        grad_NX, order_N, scale_N, begin_U1, _, part_PD = self
         return (
-            grad_NX.shape, grad_NX.dtype, grad_NX.is_contiguous(), order_N.shape, order_N.dtype, scale_N.shape,
-            begin_U1.shape, part_U.shape, part_PD.shape,
+            grad_NX.shape, grad_NX.dtype, grad_NX.is_contiguous(), order_N.shape, scale_N.shape, begin_U1.shape,
+            part_PD.shape,
         )  # fmt: skip
 
     @property

@@ -303,18 +303,16 @@ def run_row_update_cuda(
     """Run an update's loop over all rows of slot_U, with gradients float32 [U, D] or the segments of the U keys. go_1,
     int64 [1] on the device: 0 = leave the rows as they are; None = go. dirty_S, bool [S]: dirty bits, which the loop
     sets; None = none."""
-    import torch
-
     from oneemb.kernels.launch import vector_width
 
+    dim = grad.shape[1]
+    none, no_scale, no_parts, no_dirty = gpu.nothing(dim)
     if isinstance(grad, Segments):
         arrays, how = grad, sum_segment
     else:
-        none, no_scale = gpu.none(torch.int64), gpu.none(torch.float32)
-        arrays, how = Segments(grad, none, no_scale, none, none, gpu.none(torch.float32, grad.shape[1])), given
+        arrays, how = Segments(grad, none, no_scale, none, none, no_parts), given
     go_1 = gpu.filled(1, 1) if go_1 is None else go_1
-    dirty_S = gpu.none(torch.bool) if dirty_S is None else dirty_S
-    dim = arrays.grad_NX.shape[1]
+    dirty_S = no_dirty if dirty_S is None else dirty_S
     v = vector_width(dim, weight_SX, row_SW, arrays.grad_NX, arrays.part_PD)
     v = v if state_begin % 4 == 0 else 1
     loop = loop.at(V=v, gradient=how, SCALED=arrays.scaled)

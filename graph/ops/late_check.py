@@ -44,7 +44,9 @@ class LateCheck:
     """Checks of the steps of some stores, whose rows one GPU has."""
 
     def __init__(self, backend: Any):
-        self.backend = backend
+        from oneemb.kernels import finite_cuda
+
+        self.backend, self._loops = backend, finite_cuda
         self.go_1: torch.Tensor = self._one()
         """On the device: 1, or 0 since a gradient was not finite."""
         self._steps: deque[_Step] = deque()
@@ -65,18 +67,16 @@ class LateCheck:
             self._begin(grads, [grad for grad in dense if grad.numel()], counts)
 
     def _begin(self, grads: Sequence[RowGrads], dense: Sequence[torch.Tensor], counts: Counts) -> None:
-        from oneemb.kernels.finite_cuda import check_norm_cuda, check_segments_cuda, check_sums_cuda
-
-        gpu = self.backend.gpu
+        gpu, checks = self.backend.gpu, self._loops
         for grad in grads:
             grad.sum_to_check(self.go_1)
             if (segments := grad.to_sum) is not None:
-                check_segments_cuda(cast(Any, segments), SUM_MAX, self.go_1, gpu=gpu)
+                checks.check_segments_cuda(cast(Any, segments), SUM_MAX, self.go_1, gpu=gpu)
             elif (finite_1 := grad.finite_X) is not self.go_1:
-                check_sums_cuda(finite_1, self.go_1, gpu=gpu)
+                checks.check_sums_cuda(finite_1, self.go_1, gpu=gpu)
             grad.go_1 = self.go_1
         if dense:
-            check_norm_cuda(torch.nn.utils.get_total_norm(list(dense), torch.inf), self.go_1, gpu=gpu)
+            checks.check_norm_cuda(torch.nn.utils.get_total_norm(list(dense), torch.inf), self.go_1, gpu=gpu)
         # The lock of a store holds this object, which must not keep the store.
         before = [(weakref.ref(one), name, getattr(one, name)) for one, name in counts]
         self._steps.append(_Step(gpu.read_later(self.go_1), before))

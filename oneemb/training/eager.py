@@ -19,7 +19,7 @@ from oneemb.graph.tracers import uncompiled
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.step_lock import in_step
-from oneemb.training.row_step import RowStep, attach, groups_of_rows, row_weights, step_rows
+from oneemb.training.row_step import RowStep, WeightInGroup, attach, groups_of_rows, row_weights, step_rows
 from oneemb.training.step_hooks import is_observed, note_step, rows_stepped, steps_nothing
 
 
@@ -216,11 +216,12 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         embeddings = dict.fromkeys(self.embeddings)
-        for _, _, embedding in row_weights(self.optimizer):
+        weights = row_weights(self.optimizer)
+        for _, _, embedding in weights:
             embeddings[embedding] = None
         in_step(
             [embedding.store.step_lock for embedding in embeddings],
-            functools.partial(step_together, [self], late=None if self.check_in_step else ()),
+            functools.partial(step_together, [self], late=None if self.check_in_step else (), weights=[weights]),
         )
         return loss
 
@@ -280,6 +281,7 @@ def step_together(
     commit: Callable[[], object] | None = None,
     stats: StepStats = UNCOUNTED,
     late: ops.Counts | None = None,
+    weights: Sequence[Sequence[WeightInGroup]] | None = None,
 ) -> bool:
     """Make one step of several optimizers on dense parameters and rows. If a gradient is not finite, nothing changes.
 
@@ -291,6 +293,7 @@ def step_together(
         late: let a GPU check the gradients without a wait of the host, if it can. The result is then True, and a later
             call raises if a gradient was not finite, after it has set back the counts of the step, and these: (object,
             attribute). None = wait.
+        weights: result of `row_weights` for each optimizer; None = call it.
 
     Returns:
         Whether the step was made.
@@ -328,7 +331,7 @@ def step_together(
                         embedding.store.store_lock.note(error)
             raise
 
-    return step_rows(rows, make, scaler=scaler, commit=commit, stats=stats, late=late)
+    return step_rows(rows, make, scaler=scaler, commit=commit, stats=stats, late=late, weights=weights)
 
 
 def _after_hooks(row_step: RowStep, grads: list[ops.RowGrads], go: bool) -> Callable[[], None] | None:

@@ -348,6 +348,7 @@ def step_rows(
     stats: StepStats = UNCOUNTED,
     where: str = "",
     late: ops.Counts | None = None,
+    weights: Sequence[Sequence[WeightInGroup]] | None = None,
 ) -> bool:
     """Step the rows of several optimizers as one transaction: prepare the gradients, agree with the ranks, make the
     step, and in any case put the gradients back into the weights.
@@ -356,7 +357,7 @@ def step_rows(
         make: makes the step. Its arguments are whether gradients are finite, and the gradients of each optimizer.
         scaler, commit, stats: as for `step_together`.
         where: end of the step's name in exchanges.
-        late: as for `step_together`.
+        late, weights: as for `step_together`.
 
     Returns:
         Whether the gradients are finite, so that the step was made.
@@ -366,7 +367,7 @@ def step_rows(
         Any error of `make`.
     """
     grads: list[list[ops.RowGrads]] = []
-    weights = [row_weights(step.optimizer) for step in steps]
+    weights = [row_weights(step.optimizer) for step in steps] if weights is None else weights
     late_counts: ops.Counts | None = None
 
     def prepare() -> str | None:

@@ -97,6 +97,11 @@ class RowFormat:
             out_NW[:, self.state_begin :] = self.state
         return out_NW
 
+    @functools.cached_property
+    def new_words(self) -> np.ndarray:
+        """Words of a new row behind its weights, as float32. The array is shared, so it must not be written to."""
+        return np.array((0.0,) * self.usage_words + self.state, np.float32)
+
     def weights(self, row_NW: Array) -> Array:
         """View of rows, an array or a tensor, as bits of weights [N, X]; the first `dim` of a row are its weights."""
         if isinstance(row_NW, np.ndarray):

@@ -73,7 +73,7 @@ class DeviceIndex:
         gpu.run_shares(
             acquire_loop, blocks, self.cell_C2, keys.table_U, keys.id_U, keys.size_2, pin_S, score_S, pins, tick,
             slot_U, self.inserted_2, count_4, count_B,
-            shapes=(keys.table_U.shape, keys.id_U.shape, slot_U.shape, self.cell_C2.shape, pin_S.shape),
+            shapes=(keys.id_U.shape, self.cell_C2.shape, pin_S.shape),
         )  # fmt: skip
         return count_4, count_B
 

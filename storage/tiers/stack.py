@@ -133,10 +133,10 @@ class NewRows:
         self._write(row_SW, slot_M, table_M, id_M, self._of_refused)
 
     def _write(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array, initial: Any) -> None:
+        format = self.format
         self.backend.init_rows(
-            self.format.weights(row_SW), row_SW, slot_M, table_M, id_M, initial,
-            np.array((0.0,) * self.format.usage_words + self.format.state, np.float32),
-            state_begin=self.format.usage_begin,
+            format.weights(row_SW), row_SW, slot_M, table_M, id_M, initial, format.new_words,
+            state_begin=format.usage_begin,
         )  # fmt: skip
 
 

@@ -57,7 +57,9 @@ def test_the_late_check_of_float32_gradients_looks_at_sums(gpu, tmp_path, monkey
     optimizer, launched = make_optimizer(embedding), []
     for name in ("run", "run_rows"):
         run = getattr(gpu, name)
-        monkeypatch.setattr(gpu, name, lambda loop, *args, run=run: launched.append(loop.__name__) or run(loop, *args))
+        monkeypatch.setattr(
+            gpu, name, lambda loop, *args, run=run, **how: launched.append(loop.__name__) or run(loop, *args, **how)
+        )
     with on_gpu(gpu, embedding):
         embedding(torch.arange(12, device=gpu.device).reshape(6, 2) % 5).exp().sum().backward()
         optimizer.step()

@@ -9,7 +9,15 @@ import torch
 
 from oneemb.graph.row_optimizers import row_optimizer_of
 from oneemb.kernels import cuda_code
-from oneemb.kernels.cuda_arguments import have_words, layout_of, packer_of, parameter_bytes, signature_of, with_words
+from oneemb.kernels.cuda_arguments import (
+    have_words,
+    layout_of,
+    packer_of,
+    parameter_bytes,
+    refiller_of,
+    signature_of,
+    with_words,
+)
 from oneemb.kernels.cuda_signatures import updates
 from oneemb.kernels.jit_cuda import numba_types
 from oneemb.optim import Ftrl
@@ -46,6 +54,23 @@ def test_numbers_have_their_natural_alignment_and_tuples_are_their_members():
         True, 7, 2, 4, args[2].data_ptr(), 2, 4, False, 0.5, True, 1.5, 2**63, 2.0,
     )  # fmt: skip
     assert layout_of(signature).size == struct.calcsize("?7xq16xqqqqq?3xf?7xdQf")
+
+
+def test_a_buffer_that_is_refilled_is_as_one_that_is_packed_anew():
+    def args(number, factor, flag):
+        arrays = torch.zeros(3, 4), torch.zeros(2, dtype=torch.int32), torch.zeros(0, 6)
+        small = (np.float32(factor), flag, factor, arrays[1])
+        return flag, np.int32(number), arrays[0], flag, small, np.uint64(abs(number)), arrays[2], np.float32(factor)
+
+    first, second = args(7, 0.1, True), args(-(2**31), 3.7, False)
+    signature = signature_of(first)
+    pack, (refill, forms) = packer_of(signature), refiller_of(signature)
+    refilled, anew = bytearray(512), bytearray(512)
+    assert pack(refilled, first) and pack(anew, second) and refilled != anew
+    views = [memoryview(refilled).cast("B").cast(form) for form in forms]
+    assert refill(second, *views) and refilled == anew
+    # Numbers of another type are for another form of the loop: nothing is written.
+    assert not refill((*first[:-1], 2.0), *views) and refilled == anew
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def main(folder):
     counted["compiled"] = list(compiled)
     counted["errors"] = errors(driver, gpu)
     counted["threads"] = threads(driver, gpu)
-    counted["nested"] = nested(driver, gpu)
+    counted["nested"] = nested(driver, gpu), nested_in_repeat(driver, gpu)
     print(json.dumps(counted))
 
 
@@ -230,6 +230,7 @@ def errors(driver, gpu):
 def threads(driver, gpu):
     """Whether a launch leaves a thread's context, and whether threads have buffers of their own."""
     found, buffers = {}, {ctypes.addressof(cuda_driver.arguments.free[-1].buffer)}
+    repeated = set()
     other = NullGpu(index=1)
 
     def look():
@@ -238,11 +239,19 @@ def threads(driver, gpu):
         found["own"] = [driver.context() == gpu.context, release(gpu), driver.context() == gpu.context]
         found["other"] = [release(other), driver.context() == gpu.context]
         buffers.add(ctypes.addressof(cuda_driver.arguments.free[-1].buffer))
+        repeat()
 
+    def repeat():
+        for _ in range(3):
+            gpu.run(release_loop, 2, torch.arange(2), torch.zeros(2, dtype=torch.int32), shapes="threads")
+        key = gpu, release_loop, 2, "threads"
+        repeated.add(ctypes.addressof(cuda_driver.arguments.repeated[key].own.buffer))
+
+    repeat()
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    return found | {"buffers": len(buffers)}
+    return found | {"buffers": len(buffers), "buffers of repeated launches": len(repeated)}
 
 
 def nested(driver, gpu):
@@ -264,6 +273,32 @@ def nested(driver, gpu):
     gpu._kernels[release_loop] = kernels
     signature = signature_of((slots, pins))
     return same_words(signature, (slots, pins), driver.arguments(), Numba().arguments(signature, (slots, pins)))
+
+
+def nested_in_repeat(driver, gpu):
+    """Whether a launch that comes in the middle of a repeated one, and would repeat the same, leaves the arguments of
+    that one."""
+    pins, slots, others = torch.zeros(7, dtype=torch.int32), torch.arange(5), torch.zeros(5, dtype=torch.int64)
+
+    def launch(slots):
+        gpu.run(release_loop, 5, slots, pins, shapes=7)
+
+    for _ in range(3):
+        launch(others)
+    (again,) = (one for key, one in cuda_driver.arguments.repeated.items() if key[1:] == (release_loop, 5, 7))
+    kernel, launched = again.kernel, []
+
+    def refill(args, *views):
+        filled = kernel.refill(args, *views)
+        launched.append(launch(others))
+        return filled
+
+    again.kernel = kernel._replace(refill=refill)
+    launch(slots)
+    again.kernel = kernel
+    signature = signature_of((slots, pins))
+    ours, numbas = driver.arguments(), Numba().arguments(signature, (slots, pins))
+    return len(launched) == 1 and same_words(signature, (slots, pins), ours, numbas)
 
 
 if __name__ == "__main__":
