@@ -114,6 +114,7 @@ def admit_rows_cuda(
         admit_loop, admission.count_B.shape[0], *admission, lane_bits, weight_SX, row_SW, table_U, id_U, initial.seed,
         initial.kind_TC, initial.param_TC4, initial.end_C, state, state_begin,
         shapes=(
-            admission.slot_U.shape, admission.free_X.shape, admission.cell_C2.shape, row_SW.shape, weight_SX.shape, weight_SX.dtype, initial.kind_TC.shape, state.shape,
+            admission.slot_U.shape, admission.free_X.shape, admission.cell_C2.shape, row_SW.shape, weight_SX.shape,
+            weight_SX.dtype, initial.kind_TC.shape, state.shape,
         ),
     )  # fmt: skip

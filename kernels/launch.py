@@ -243,8 +243,8 @@ class Gpu:
         again = cuda_driver.arguments.repeated.get(key)
         if again is None or again.is_busy:
             return False
-        again.is_busy = True
         try:
+            again.is_busy = True
             if not again.kernel.refill(args, *again.views):
                 return False  # Numbers of other types are for another form of the loop.
             self.launches += 1

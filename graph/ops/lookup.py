@@ -292,6 +292,8 @@ class Lease:
         # Another thread may have closed the store. `weight_SX`, read before this check, stays allocated.
         if self.generation != store.generation:
             raise StorageError(REPLACED)
+        if store.backend.waits:  # A GPU reads and writes rows in the order of launches, whatever the host locks.
+            return self._read(weight_SX, slot_U)
         with signals_deferred, store.writing:  # signals deferred, so that a fork finds no lock held
             return self._read(weight_SX, slot_U)
 
