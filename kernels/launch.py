@@ -69,11 +69,14 @@ class Gpu:
         ImportError: numba-cuda is not installed, and no loops came with oneemb.
     """
 
+    device: torch.device
+
     def __init__(self, device: torch.device | str = "cuda"):
+        if not SIMULATED:
+            _check_cuda()
         self._begin(torch.device("cpu") if SIMULATED else torch.device(device))
         if SIMULATED:
             return
-        _check_cuda()
         if self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.init()

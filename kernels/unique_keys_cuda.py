@@ -191,7 +191,8 @@ def unique_keys_cuda(
     gpu: Gpu,
 ) -> DeviceKeys:
     """The unique keys among (table_N int32, id_N int32 or int64), leaving out ids that equal `padding_id`. `size_2` is
-    zeros, or the errors found before; an id of another table than of `tables` is noted there. `check` is for the result.
+    zeros, or the errors found before; an id of another table than of `tables` is noted there. For `check` see
+    `DeviceKeys`.
 
     Raises:
         ValueError: there are 2^30 ids or more.

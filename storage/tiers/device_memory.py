@@ -109,9 +109,11 @@ class StreamOrder:
     def __call__(self, arrays: Callable[[], list[torch.Tensor]]) -> contextlib.AbstractContextManager[None]:
         """Let the launches in a `with` block, on the current stream, run after the launches of all earlier blocks.
         `arrays` returns the arrays that the block uses and that outlive it."""
-        if self._on_gpu and not self._alone(stream := torch.cuda.current_stream(self._gpu.device)):
-            return self._ordered(stream, arrays)
-        return _UNORDERED
+        return _UNORDERED if self.alone() else self._ordered(torch.cuda.current_stream(self._gpu.device), arrays)
+
+    def alone(self) -> bool:
+        """Whether all calls so far, and one that comes now, are on one stream: its launches are in order already."""
+        return not self._on_gpu or self._alone(torch.cuda.current_stream(self._gpu.device))
 
     @contextlib.contextmanager
     def _ordered(self, stream: torch.cuda.Stream, arrays: Callable[[], list[torch.Tensor]]) -> Iterator[None]:

@@ -50,6 +50,8 @@ def in_order(method: Callable[Concatenate[Slots, P], R]) -> Callable[Concatenate
 
     @functools.wraps(method)
     def run(self: Slots, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._order.alone():  # without the calls that a `with` makes
+            return method(self, *args, **kwargs)
         with self._order(self._arrays):
             return method(self, *args, **kwargs)
 
