@@ -3,8 +3,13 @@
 In numba's simulator (NUMBA_ENABLE_CUDASIM=1) "the device" is the host's memory, and a launch runs the loop as Python,
 so that every loop can be tested on a machine without a GPU.
 
+Most launches of a step repeat those of the step before with other arrays of the same shapes. Who knows what decides
+the shapes says so (`shapes`): then the thread's next launch with the same loop, sizes and `shapes` takes the buffer of
+the one before and writes only addresses and numbers. A launch made once keeps nothing; a buffer holds no array.
+
 Invariants: a loop covers its range for any shape of the launch, since each of its threads advances by the size of the
-whole grid; and no result depends on that shape.
+whole grid; no result depends on that shape; and launches with the same loop, sizes and `shapes` have arrays of the same
+shapes and dtypes, which tests/support/launched_types.py checks in every test of tests/cuda.
 """
 
 import functools
@@ -207,8 +212,7 @@ class Gpu:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    # `shapes`, below, decides the shapes and dtypes of all arrays, which are in C order: with equal `loop`, sizes and
-    # `shapes` a launch writes only addresses and numbers into the buffer of the one before. None = nothing is known.
+    # `shapes`, below, decides the shapes and dtypes of all arrays, which are in C order. None = nothing is known.
 
     def run(self, loop: CudaLoop, size: int, *args: Any, shapes: Hashable = None) -> None:
         """Launch a loop in which each thread takes one of `size` items at a time."""
