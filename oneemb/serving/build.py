@@ -249,12 +249,13 @@ def open_snapshot(
         if error is not None and found.info.identity == failed:
             if tries >= _LOOKS or not isinstance(error, SnapshotNotFoundError):
                 raise error
+        compared = 0 if source.stored is None else source.stored.compared
         try:
             return _open_made(source, found, threads, before, stop)
         except _StoppedError:
             return None
         except StorageError as raised:  # The job may have removed or replaced the snapshot meanwhile.
-            if source.stored is not None and is_damage(raised) and source.stored.mend(found.info.identity):
+            if source.stored is not None and source.stored.mend(found.info.identity, raised, compared):
                 continue
             failed, error, tries = found.info.identity, raised, tries + 1
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from oneemb.storage.errors import CorruptTableError, LockedError, OtherTableError, SnapshotNotFoundError, StorageError
+from oneemb.storage.fs import is_damage
 from oneemb.storage.objects.manifests import current_of, has_snapshot, newest_in
 from oneemb.storage.objects.object_store import ObjectStore
 from oneemb.storage.objects.pull import KnownParts, PullStoppedError, pull_from
@@ -27,7 +28,10 @@ class StoredCopy:
 
     def __init__(self, store: ObjectStore, folder: str):
         self.url, self.folder, self._store = store.url, folder, store
-        self._damaged = self._mended = ""  # identities of a snapshot that cannot be read, and of one that was mended
+        self._damaged = ""  # identity of the snapshot whose copy the next pull must compare with the store
+        self._mended = ""  # identity of the last snapshot of which this was asked
+        self.compared = 0
+        """Number of times that the copy was compared with the store, since files of it were damaged."""
         self._known: KnownParts = {}  # parts of the snapshot that was pulled last, and of its ancestors
 
     def pull(self, name: str | None, stop: Callable[[], bool]) -> None:
@@ -63,6 +67,7 @@ class StoredCopy:
                     self._store, self.folder, [name], verify=False, known=self._known, is_damaged=is_damaged, stop=stop
                 )  # fmt: skip
                 self._damaged = ""
+                self.compared += is_damaged
             except PullStoppedError:
                 return
             except LockedError:
@@ -86,10 +91,17 @@ class StoredCopy:
             with suppress(StorageError):  # Another process will.
                 self._remove_others(name)
 
-    def mend(self, identity: str) -> bool:
-        """Compare the copy of a snapshot that cannot be read with the store at the next `pull`. Returns False if this
-        has been done for the snapshot already: then the store has the damage too."""
-        if identity == self._mended:
+    def mend(self, identity: str, error: StorageError, compared: int) -> bool:
+        """Whether a reader of the snapshot with this identity, which has got `error`, must pull and read again. If the
+        error says that files are damaged, the next `pull` compares the copy with the store, once for each snapshot: if
+        the copy is still damaged then, the store has the damage too.
+
+        Args:
+            compared: `compared` when the reader began; more now = the copy was replaced while it was read.
+        """
+        if self._damaged == identity or self.compared > compared:
+            return True
+        if self._mended == identity or not is_damage(error):
             return False
         self._damaged = self._mended = identity
         return True

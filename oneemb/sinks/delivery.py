@@ -98,11 +98,11 @@ class Delivery:
     def _run(self, stop: Callable[[], bool]) -> None:
         looks = 0
         while not stop() and (pending := self._pending(stop)):
-            changes = pending[0]
+            changes, compared = pending[0], self._versions.compared
             try:
                 self.sink.apply(changes)
             except Exception as error:
-                if self._versions.mend(error):
+                if self._versions.mend(changes.version, error, compared):
                     continue
                 # The job may have deleted the version while it was read; then there is a newer one.
                 gone = isinstance(error, StorageError) and not self._versions.has(changes.version)

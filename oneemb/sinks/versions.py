@@ -11,7 +11,6 @@ from oneemb.sinks.changes import Changes
 from oneemb.sinks.version import PublishError, TableVersion
 from oneemb.storage.bottom import NOT_SAVED
 from oneemb.storage.errors import OtherTableError, StorageError
-from oneemb.storage.fs import is_damage
 from oneemb.storage.snapshots.changed_rows import changed_rows
 from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.row_cap import RowCap
@@ -54,16 +53,23 @@ class Versions:
             with self._lock:
                 self._stored.pull(self.target, stop)
 
-    def mend(self, error: Exception) -> bool:
-        """Let the next `pull` mend the copy of an object store, if an error says that files are damaged. Returns False
-        if there is no copy, or if the copy of the newest snapshot was mended already."""
-        if self._stored is None or not isinstance(error, StorageError) or not is_damage(error):
+    @property
+    def compared(self) -> int:
+        """Number of times that the copy of an object store was compared with the store."""
+        return 0 if self._stored is None else self._stored.compared
+
+    def mend(self, version: TableVersion, error: Exception, compared: int) -> bool:
+        """Whether a reader of a version, which has got `error`, must pull and read again, since the copy of an object
+        store is damaged or was replaced. `compared`: as for `StoredCopy.mend`."""
+        if self._stored is None or not isinstance(error, StorageError):
             return False
         try:
-            newest = self.newest()
+            newest = self.newest()  # waits for a `pull` of another thread
         except StorageError:
             return False  # `pull` mends snapshots whose descriptions are damaged.
-        return newest is not None and self._stored.mend(newest.info.identity)
+        if newest is None or version.identity not in [link.info.identity for link in (*newest.before, newest)]:
+            return False  # Another thread has pulled a newer snapshot and removed this one.
+        return self._stored.mend(newest.info.identity, error, compared)
 
     def _times(self) -> tuple[object, float]:
         folders = [f"{folder}/snapshots" for folder in folders_at(self.paths)]

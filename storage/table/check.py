@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from oneemb.storage.errors import CorruptTableError, FormatVersionError, SnapshotNotFoundError, StorageError
-from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing
-from oneemb.storage.table.chunk_damage import ChunkState, check_fits, examine_chunk, is_damage
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing, is_damage
+from oneemb.storage.table.chunk_damage import ChunkState, check_fits, examine_chunk
 from oneemb.storage.table.chunk_files import chunk_numbers, chunk_paths
 from oneemb.storage.table.chunk_scan import ChunkKeys, live_rows, read_keys
 from oneemb.storage.table.geometry import Geometry

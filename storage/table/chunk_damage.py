@@ -18,7 +18,7 @@ import numpy as np
 
 from oneemb.kernels.checksum import blocks_sum, xxh64
 from oneemb.storage.errors import CorruptTableError, FormatVersionError, StorageError
-from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
+from oneemb.storage.fs import FileSystem, aligned_bytes, is_damage, storage_error
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, chunk_paths
 from oneemb.storage.table.chunk_scan import (
     ChunkKeys,
@@ -336,11 +336,6 @@ def _read(
     middle = max(1, len(out) // unit // 2) * unit
     size = _read(fs, file, out[:middle], offset, unit, unreadable)
     return size + (_read(fs, file, out[middle:], offset + middle, unit, unreadable) if size == middle else 0)
-
-
-def is_damage(error: StorageError) -> bool:
-    """Whether an error shows damage to a file: wrong bytes, or bytes that the device cannot read."""
-    return isinstance(error, CorruptTableError) or _is_unreadable(error.__cause__)
 
 
 def _is_unreadable(error: BaseException | None) -> bool:

@@ -22,10 +22,10 @@ import numpy as np
 
 from oneemb.kernels.checksum import xxh64
 from oneemb.storage.errors import CorruptTableError, FormatVersionError, SnapshotNotFoundError, StorageError
-from oneemb.storage.fs import FileSystem, LocalFileSystem, doing
+from oneemb.storage.fs import FileSystem, LocalFileSystem, doing, is_damage
 from oneemb.storage.new_files import new_file
 from oneemb.storage.table.check import SnapshotCheck, check_table, longest_parts
-from oneemb.storage.table.chunk_damage import ChunkState, check_fits, examine_chunk, is_damage
+from oneemb.storage.table.chunk_damage import ChunkState, check_fits, examine_chunk
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkEnd, chunk_paths, key_record
 from oneemb.storage.table.chunk_scan import ChunkKeys, live_rows
 from oneemb.storage.table.delta import GONE

@@ -2,6 +2,7 @@
 that names the file, and the version before stays. The oracle is a dict of rows for each version."""
 
 import os
+import threading
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,7 +107,7 @@ def file_of(job, name, file):
 
 @contextmanager
 def flipped(path, place):
-    """Block in which one byte of a file is another, though the time of the file is the former one."""
+    """Block in which one byte of a file is changed, and the time of its last change is not."""
     data, times = path.read_bytes(), os.stat(path)
     at = int(place * (len(data) - 1))
 
@@ -204,11 +205,33 @@ def test_a_damaged_copy_of_an_object_store_is_mended_by_the_piece_that_differs(k
     assert path.read_bytes() == data and len(read) == 1 < whole
 
 
+def test_two_sinks_that_meet_damage_of_a_copy_at_one_time_get_no_error(job, tmp_path):
+    url, both = f"memory://{uuid.uuid4().hex}/items", threading.Barrier(2, timeout=600)
+    push.push(job.folder, url, ["v0"])
+    StoredCopy(ObjectStore(url), str(tmp_path / "copy")).pull(None, lambda: False)
+    path = next((tmp_path / "copy").rglob("*.rows"))
+    data = path.read_bytes()
+    path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+
+    def reads(changes):
+        try:
+            list(changes.batches())
+        except oneemb.CorruptTableError:
+            both.wait()  # Neither asks for the sound rows before both have met the damage.
+            raise
+
+    sinks = [reads, lambda changes: reads(changes)]
+    with oneemb.publish(url, sinks, folder=tmp_path / "copy", seconds=0.01) as publisher:
+        publisher.flush()
+        assert [(one["errors"], one["versions"]) for one in publisher.stats().values()] == [(0, 1)] * 2
+    assert path.read_bytes() == data
+
+
 def test_damage_that_the_object_store_has_too_is_an_error_after_one_try(job, tmp_path, monkeypatch):
     url, read = f"memory://{uuid.uuid4().hex}/items", []
     push.push(job.folder, url, ["v0"])
-    read_rows, tried = StoredCopy.mend, []
-    monkeypatch.setattr(StoredCopy, "mend", lambda copy, identity: tried.append(read_rows(copy, identity)) or tried[-1])
+    mend, tried = StoredCopy.mend, []
+    monkeypatch.setattr(StoredCopy, "mend", lambda *arguments: tried.append(mend(*arguments)) or tried[-1])
 
     def damaged(*_):
         read.append(1)
