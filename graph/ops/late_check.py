@@ -149,7 +149,7 @@ def late_check_of(steps: Sequence[Any], grads: Sequence[RowGrads], more: Counts 
     Raises:
         NonFiniteGradientError: an earlier step was left out.
     """
-    # Plain loops here and below: every step of a GPU runs them, and a generator takes longer than its few items.
+    # Plain loops here and below: every step on a GPU runs them, and a generator costs more than its few items.
     stores: dict[Any, None] = {}
     for grad in grads:
         stores.update(dict.fromkeys(grad.stores))
@@ -174,7 +174,7 @@ def late_check_of(steps: Sequence[Any], grads: Sequence[RowGrads], more: Counts 
 
 
 def _dense_with_grad(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of an optimizer that have a gradient, when the gradients of rows were taken out."""
+    """Parameters of an optimizer that have a gradient. The gradients of rows must be taken out of the weights before."""
     found = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -199,8 +199,8 @@ def _asks_device(optimizer: Any) -> bool:
 
 
 def _may_be_late(steps: Sequence[Any], grads: Sequence[RowGrads], trained: Sequence[list[torch.Tensor]]) -> bool:
-    """Whether nobody on the host has to know whether the gradients of a step are finite. `trained`: parameters with
-    gradients of each optimizer."""
+    """Whether nobody on the host has to know whether the gradients of a step are finite. `trained`: for each optimizer,
+    its parameters that have a gradient."""
     backend = grads[0].store.backend
     if not backend.waits:
         return False

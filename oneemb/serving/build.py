@@ -131,12 +131,15 @@ class _StoppedError(Exception):
 
 
 def find_snapshot(paths: Sequence[str], name: str | None) -> PartedSnapshot:
-    """Snapshot with this name, or, without a name, the newest. StorageError if there is none."""
-    return look_at(paths).get(name) if name is not None else _find_newest(paths)[1]
+    """Snapshot with this name, or, without a name, the newest that can be read. StorageError if there is none."""
+    return _find(paths, name)[1]
 
 
-def _find_newest(paths: Sequence[str]) -> tuple[FoundParts, PartedSnapshot]:
-    """Snapshots at these paths, and the newest of them that can be read."""
+def _find(paths: Sequence[str], name: str | None) -> tuple[FoundParts, PartedSnapshot]:
+    """Snapshots at these paths, and the one that `find_snapshot` returns."""
+    if name is not None:
+        found = look_at(paths)
+        return found, found.get(name)
     found, newest = _newest(paths)
     for _ in range(_LOOKS):
         # Between the listing and the reading the job may have deleted snapshots and saved newer ones.
@@ -223,16 +226,12 @@ def open_snapshot(
         CorruptTableError: a file exists and is damaged.
     """
     failed, error, tries = "", None, 0
-    there: FoundParts | None
     while True:
         source.pull(name, stop)
         if stop():
             return None
         try:
-            if name is None:
-                there, found = _find_newest(source.paths)
-            else:
-                there, found = None, find_snapshot(source.paths, name)
+            there, found = _find(source.paths, name)
         except SnapshotNotFoundError:
             if source.stored is None or tries >= _LOOKS:
                 raise
@@ -243,7 +242,7 @@ def open_snapshot(
             or found.sequence <= served.sequence
             and not is_gone(source.paths, served)
         ):
-            if there is not None:
+            if name is None:
                 there.check_newest(found)
             return None
         if error is not None and found.info.identity == failed:
@@ -312,7 +311,7 @@ def _make(
     except StorageError as error:
         if not is_damage(error):
             raise
-        damage = error  # of an older snapshot or file; or of this snapshot, and then the next call raises it
+        damage = error  # If files of this snapshot itself are damaged, `_make_whole` raises the error.
     if new is None:
         new = [_make_whole(source, kind, snapshot, threads, progress)]
         if damage is not None:

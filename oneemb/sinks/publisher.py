@@ -56,8 +56,8 @@ def publish(
         version: name of the snapshot to publish; None = the newest, again and again.
         folder: with a URL, folder on this machine for the snapshots that are published.
         when_behind: what a sink gets if the changes from its version to the newest cannot be found, since the job has
-            deleted its version, or more than half of the rows have changed: "whole" = all rows; "error" = nothing, and
-            `PublishError`.
+            deleted its version, files of it are damaged, or more than half of the rows have changed: "whole" = all
+            rows; "error" = nothing, and `PublishError`.
         max_versions, max_bytes: largest backlog of a sink, in versions and in bytes of rows; None = any. `check`
             compares the backlogs with it.
         when_full: what `check` does if a backlog is larger: "error" = raise `PublishError`; "pause" = wait.

@@ -10,7 +10,8 @@ from oneemb.serving.stored_rows import StoredCopy
 from oneemb.sinks.changes import Changes
 from oneemb.sinks.version import PublishError, TableVersion
 from oneemb.storage.bottom import NOT_SAVED
-from oneemb.storage.errors import OtherTableError, StorageError
+from oneemb.storage.errors import FormatVersionError, OtherTableError, StorageError
+from oneemb.storage.fs import is_damage
 from oneemb.storage.snapshots.changed_rows import changed_rows
 from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.row_cap import RowCap
@@ -151,6 +152,8 @@ class Versions:
             try:
                 changed = self._changed_since(shown, newest)
             except StorageError as error:
+                if not is_damage(error) and not isinstance(error, FormatVersionError):
+                    raise
                 damage, changed = error, None
             if changed is not None:
                 return [Changes(newest, False, stop, changed=changed)]

@@ -1,8 +1,9 @@
 """Lock of a file, for one process at a time.
 
 Invariant: after an interrupt at any line, `taken` says whether the file is locked. So a caller that makes the object
-before a `try`, takes the lock inside, and releases it in the `finally` leaves no lock, even if the exception is kept
-with its frames; but for an interrupt at the first instruction of the release, which no Python code can prevent.
+before a `try`, takes the lock in the block, and releases the lock in the `finally` leaves nothing locked, even if the
+exception is kept with its frames. The exception is an interrupt at the first instruction of the release, which no
+Python code can prevent.
 """
 
 from oneemb.storage.fs import FileSystem
@@ -10,7 +11,7 @@ from oneemb.storage.locking.signals_deferred import signals_deferred
 
 
 class FileLock:
-    """Lock of the file or folder `path`. `exists`: whether it must be there; else a file is made."""
+    """Lock of the file or folder `path`. `exists`: whether the path must exist; if not, a missing file is made."""
 
     def __init__(self, fs: FileSystem, path: str, *, exists: bool = False):
         self._fs, self._path, self._exists = fs, path, exists

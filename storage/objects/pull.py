@@ -91,9 +91,10 @@ def pull_from(
         verify: compare every byte of the target with its checksum at the end.
         known: as for `parts_in`.
         is_damaged: whether files of `folder` are damaged. Then all its files are compared with the store's checksums,
-            pieces that differ are downloaded, and the snapshots of these names take the place of all that was there.
-        stop: called from time to time; once it returns True, the call raises PullStoppedError, after the calls of the
-            store that are at work. The next pull goes on.
+            pieces that differ are downloaded, and the snapshots of these names take the place of all that was there;
+            a reader of `folder` may fail meanwhile.
+        stop: called from time to time; once it returns True, the call raises PullStoppedError when the calls of the
+            store that are at work have ended. The next pull goes on from there.
     """
 
     def progressed(done: int, total: int) -> None:
@@ -103,7 +104,7 @@ def pull_from(
 
     parts = parts_in(store, names, known, stop)
     new, result = f"{folder}.pull", PullResult()
-    with Pull(store, new, progressed, links=not is_damaged) as work:
+    with Pull(store, new, progressed, compares=is_damaged) as work:
         work.run(parts, {part.folder: f"{folder}/{part.folder}" for part in parts})
         if is_damaged:
             with doing("remove", folder), suppress(FileNotFoundError):
@@ -195,12 +196,13 @@ def _empty(new: str) -> None:
 
 class Pull:
     """A pull of files of a store to the folder `new`, which may have files that a killed pull from the same URL has
-    left. In a `with` block, the folder is locked. LockedError if another pull writes there. `links`: whether files
-    that are there already are linked or kept, if their keys are right; else every piece of them is compared."""
+    left. In a `with` block, the folder is locked. LockedError if another pull writes there. `compares`: whether each
+    piece of a file that is there already is compared with its checksum; if not, a file with the right keys is kept or
+    linked as it is."""
 
-    def __init__(self, store: ObjectStore, new: str, progress: Progress | None = None, *, links: bool = True):
+    def __init__(self, store: ObjectStore, new: str, progress: Progress | None = None, *, compares: bool = False):
         self._fs, self._store, self._new, self._moved = LocalFileSystem(), store, new, Progressing(progress)
-        self._links, self._lock = links, FileLock(self._fs, new, exists=True)
+        self._compares, self._lock = compares, FileLock(self._fs, new, exists=True)
         # {path that this pull has written or found: part of a chunk that the file was checked for}
         self._chunk_files: dict[str, ChunkPart] = {}
         self.bytes_downloaded = 0
@@ -286,7 +288,7 @@ class Pull:
     def _pull_chunk(self, file: StoredFile, geometry: Geometry, chunk: ChunkPart, path: str, there: str | None) -> None:
         """Write a file of a chunk, unless the folder beside the target, or the target, has it. Keys come first."""
         for candidate in (path, there):
-            if candidate is None or not (self._links or candidate in self._chunk_files):
+            if candidate is None or self._compares and candidate not in self._chunk_files:
                 continue
             try:
                 if self._fs.size(candidate) < file.size:

@@ -23,8 +23,8 @@ USAGE_WORDS = 4
 """Words of usage metadata in a row's record: two words of score, lower half first, then the step and the second of the
 last use, or, with timestamps, the time of the last use in two words, lower half first."""
 
-_PLACES_MAX = 1 << 36
-_MORE_BITS = 5  # arrays grow by a share of 2 ** -5 at least
+_PLACES_MAX = 1 << 36  # rows for which addresses are set aside; only pages that are written take memory
+_MORE_BITS = 5  # arrays grow by 1 / 2 ** 5 of their length, at least
 
 
 class StableRows(Protocol):

@@ -164,7 +164,7 @@ class Damaged:
     written: float
 
     def error(self) -> StorageError:
-        """The error again that was raised when the file was read."""
+        """A new error, of the class and with the text of the one that reading the file has raised."""
         return (FormatVersionError if self.newer else CorruptTableError)(self.reason)
 
 
@@ -287,8 +287,8 @@ class FoundParts:
 
     def check_newest(self, newest: PartedSnapshot) -> None:
         """Raise CorruptTableError or FormatVersionError if a snapshot that cannot be read was saved after `newest`, the
-        newest of those that can be read. The time of its file says when a snapshot was saved whose description is
-        damaged."""
+        newest one that can be read. Its description does not say when it was saved; the last change of its file does.
+        """
         later = [one for one in self.damaged if one.written > newest.info.created]
         if later:
             raise max(later, key=lambda one: one.written).error()

@@ -1,7 +1,7 @@
-"""Ctrl-C while served files are made or snapshots are pulled, with the exception kept: no lock is.
+"""Ctrl-C while served files are made or snapshots are pulled leaves no lock, even while the exception is kept.
 
-The first instruction of a release is left out: Ctrl-C at this instruction keeps the lock as long as the exception is
-kept, and no Python code can prevent that.
+The first instruction of a release is left out: after Ctrl-C there the lock stays as long as the exception is kept, and
+no Python code can prevent that.
 """
 
 import linecache

@@ -1,11 +1,13 @@
 """Damaged snapshots of a job: an older one keeps neither a sink nor a server on its version; a newest one is an error
 that names the file, and the version before stays. The oracle is a dict of rows for each version."""
 
+import errno
 import os
 import threading
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -61,7 +63,7 @@ class Shown:
         self._publisher.flush()
 
     def bring(self):
-        """Show the newest version; returns how often the changes could not be read."""
+        """Show the newest version. Returns the sink's figure `damaged`; None for a server."""
         if self.is_server:
             self._place.served.refresh()
             return None
@@ -140,6 +142,22 @@ def test_a_damaged_older_snapshot_keeps_no_sink_and_no_server_on_its_version(
             assert told[-1] in (0, 1, None)
     assert kind == "server" or sum(told) > len(PLACES), told
     assert "could not be" in caplog.text and str(path) in caplog.text
+
+
+def test_an_error_that_is_no_damage_gives_a_sink_no_rows_and_the_next_try_its_changes(
+    job, tmp_path, redis_server, monkeypatch
+):  # fmt: skip
+    shown = Shown("parquet", job, tmp_path / "parquet", redis_server)
+    with monkeypatch.context() as patched:
+        failed = oneemb.StorageError("too many open files")
+        failed.__cause__ = OSError(errno.EMFILE, "too many open files")
+        patched.setattr("oneemb.sinks.versions.changed_rows", Mock(side_effect=failed))
+        with pytest.raises(oneemb.PublishError, match="too many open files"):
+            shown.bring()
+    shown.check("v1")
+    assert shown.bring() == 0
+    shown.check("v2")
+    shown.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

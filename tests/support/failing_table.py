@@ -3,8 +3,9 @@ program with failing_malloc.c preloaded.
 
     python failing_table.py LIBRARY KIND FOLDER STRIDE
 
-After each failure the table is not broken, and each row is the one from before the call or from after it. The oracle is
-an array of numbers. What does not hold is printed, a line each, and then how much was tried.
+KIND is not used. After each failure the table is not broken, and each row is the one from before the call or the one
+from after the call. The oracle is an array of numbers. Each line printed is a fault; the last line says how many
+allocations have failed.
 """
 
 import sys
