@@ -174,7 +174,7 @@ def late_check_of(steps: Sequence[Any], grads: Sequence[RowGrads], more: Counts 
 
 
 def _dense_with_grad(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Parameters of an optimizer that have a gradient. The gradients of rows must be taken out of the weights before."""
+    """Parameters of an optimizer that have a gradient. The gradients of rows must have left the weights before."""
     found = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -132,14 +132,11 @@ class _StoppedError(Exception):
 
 def find_snapshot(paths: Sequence[str], name: str | None) -> PartedSnapshot:
     """Snapshot with this name, or, without a name, the newest that can be read. StorageError if there is none."""
-    return _find(paths, name)[1]
+    return look_at(paths).get(name) if name is not None else _find_newest(paths)[1]
 
 
-def _find(paths: Sequence[str], name: str | None) -> tuple[FoundParts, PartedSnapshot]:
-    """Snapshots at these paths, and the one that `find_snapshot` returns."""
-    if name is not None:
-        found = look_at(paths)
-        return found, found.get(name)
+def _find_newest(paths: Sequence[str]) -> tuple[FoundParts, PartedSnapshot]:
+    """Snapshots at these paths, and the newest of them that can be read."""
     found, newest = _newest(paths)
     for _ in range(_LOOKS):
         # Between the listing and the reading the job may have deleted snapshots and saved newer ones.
@@ -226,12 +223,16 @@ def open_snapshot(
         CorruptTableError: a file exists and is damaged.
     """
     failed, error, tries = "", None, 0
+    there: FoundParts | None
     while True:
         source.pull(name, stop)
         if stop():
             return None
         try:
-            there, found = _find(source.paths, name)
+            if name is None:
+                there, found = _find_newest(source.paths)
+            else:
+                there, found = None, find_snapshot(source.paths, name)
         except SnapshotNotFoundError:
             if source.stored is None or tries >= _LOOKS:
                 raise
@@ -242,7 +243,7 @@ def open_snapshot(
             or found.sequence <= served.sequence
             and not is_gone(source.paths, served)
         ):
-            if name is None:
+            if there is not None:
                 there.check_newest(found)
             return None
         if error is not None and found.info.identity == failed:
