@@ -46,7 +46,7 @@ Invariant: a row that was put again or erased since its chunk was read is not mo
 """
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,6 +100,8 @@ class Background:
         except BaseException as error:
             self._error = error
 
+
+_Piece = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 _PIECE_ROWS = 4096
 # Compaction begins in the background when the disk use exceeds the bound by this many chunks.
@@ -263,19 +265,19 @@ class Compactor:
                     self._fs, chunk.rows_path, geometry, part.number, keys, live_rows(part.bit_N), _PIECE_ROWS,
                     direct=self._files.direct,
                 )  # fmt: skip
-                for table_N, id_N, row_NW in pieces:
-                    with self._store_lock:
-                        if self._stopping:
-                            break
-                        self.put_pending()
-                        if chunk not in self._live:
-                            break
-                        here = np.flatnonzero(self._live.has_place(chunk, self._live.index.find(table_N, id_N)))
-                        self._append(table_N[here], id_N[here], row_NW[here])
-                        looked_at += len(id_N)
-                        self._moved = looked_at / part.rows
-                        self._rewritten += len(here)
-                        self._guard.notify_all()  # A put that waits may have room now.
+            # The block of this call goes on after each piece is read, and a fork waits for its end: a put that a fork
+            # waits for may wait for these pieces.
+            while (piece := self._read_piece(pieces)) is not None and not self._stopping:
+                table_N, id_N, row_NW = piece
+                self.put_pending()
+                if chunk not in self._live:
+                    break
+                here = np.flatnonzero(self._live.has_place(chunk, self._live.index.find(table_N, id_N)))
+                self._append(table_N[here], id_N[here], row_NW[here])
+                looked_at += len(id_N)
+                self._moved = looked_at / part.rows
+                self._rewritten += len(here)
+                self._guard.notify_all()  # A put that waits may have room now.
             if chunk in self._live and self._live.live_of(chunk) == 0:
                 self._live.remove(chunk)
                 self.done.chunks += 1
@@ -286,6 +288,11 @@ class Compactor:
             self._moving = None
             self._files.release(chunk)
             self._guard.notify_all()
+
+    def _read_piece(self, pieces: Iterator[_Piece]) -> _Piece | None:
+        """Read the next rows of a chunk, with the guard released; None = there are no more."""
+        with self._store_lock.others_allowed():
+            return next(pieces, None)
 
     def finish_removals(self, most: int | None = None) -> None:
         """Wait until the files of released chunks are removed, or of the `most` that were released first. Requires the

@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -14,10 +15,12 @@ import pytest
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.table import compaction
 from oneemb.storage.table.compaction import Compactor
 from oneemb.storage.table.persistent_table import PersistentTable
 from tests.support.faulty_fs import FaultyFileSystem
+from tests.support.forks import ended_well, in_child
 from tests.support.inside import check_choices, meanwhile
 from tests.support.table_model import check, got, put, put_random, random_rows
 
@@ -502,3 +505,32 @@ def test_puts_get_room_step_by_step_while_a_chunk_is_being_moved(tmp_path, monke
         assert all(0 < moved <= 32 for _, moved in steps), steps
         assert sum(put for put, _ in steps) > sum(moved for _, moved in steps), "a chunk has more dead rows than live"
         check(table, rows)
+
+
+def test_a_fork_ends_while_a_put_waits_for_a_move(tmp_path, monkeypatch):
+    rng, rows, fs = np.random.default_rng(0), {}, SlowReads()
+    table = open_table(tmp_path, fs=fs, io="pread")
+    put_random(table, rows, rng, 800, ids=300)
+    fs.go_on.clear()
+    start_compaction(lambda: put_random(table, rows, rng, 5, ids=300), fs.reading)
+    keys = list(rows)
+    new = [np.array([t for t, _ in keys], np.int32), np.array([i for _, i in keys]), random_rows(rng, len(keys), 16)]
+    putting = threading.Thread(target=put, args=(table, rows, *new))
+    putting.start()
+    deadline = time.monotonic() + 600
+    while "make_room" not in [one.name for one in traceback.extract_stack(sys._current_frames()[putting.ident])]:
+        assert putting.is_alive() and time.monotonic() < deadline
+        time.sleep(0.001)
+    wait_for_others, gave_up = signals_deferred.wait_for_others, []
+
+    def wait(end):
+        fs.go_on.set()  # The chunk is moved while the fork waits for the put.
+        end = min(end, time.monotonic() + 20)
+        wait_for_others(end)
+        gave_up.append(time.monotonic() > end)
+
+    monkeypatch.setattr(signals_deferred, "wait_for_others", wait)
+    assert ended_well(in_child(lambda: len(got(table, [(0, 1), (1, 2)])) == 2)) and gave_up == [False]
+    putting.join()
+    check(table, rows)
+    table.close()
