@@ -8,8 +8,8 @@ of an element, the address, the shape, the strides in bytes. Numbers have their 
 and a tuple is its members one after the other, arrays or numbers too.
 
 Most of a launch's time goes into reading tensors. So the words of a tensor that lives long are read once, by
-`with_words`, and lie on the tensor; and a launch that repeats an earlier one with other tensors of the same shapes
-writes only their addresses, and numbers, into the buffer of that one (`refiller_of`).
+`with_words`, and lie on the tensor. And a launch that repeats an earlier one with other tensors of the same shapes
+writes only their addresses, and the numbers, into the buffer of the earlier one (`refiller_of`).
 """
 
 import struct
@@ -141,9 +141,13 @@ Refiller = Callable[..., bool]
 
 
 def refiller_of(signature: Signature) -> tuple[Refiller, tuple[str, ...]]:
-    """Function (args, *views) for a buffer that holds arguments of this signature, and the formats of the buffer's
-    views that it takes. It writes only addresses of arrays and numbers, and returns whether the numbers have the types
-    of `signature`: the arrays must have the dtypes and shapes of those that were packed."""
+    """Make a function that writes other arguments into a buffer that holds arguments of this signature.
+
+    Returns:
+        The function (args, *views), and the formats of the views of the buffer that it takes. It writes the addresses
+        of arrays, and the numbers. The arrays must have the dtypes and shapes of those in the buffer. It returns False,
+        and has written nothing, if a number has another type than in `signature`.
+    """
     targets, writes, scope = _places(signature)
     forms = tuple(sorted({form for _, form, _, _ in writes}))
     checks, lines = [], []
@@ -171,8 +175,13 @@ _ADDRESS = 4
 
 
 def _places(signature: Signature) -> tuple[str, list[tuple[str, str, int, list[str]]], dict[str, Any]]:
-    """Names of arguments as the left side of an assignment; (name, format, place in a view of this format, names of the
-    types that it may have; none for an array) of each leaf; these types by name."""
+    """Where a buffer has the addresses and numbers of arguments.
+
+    Returns:
+        The left side of an assignment that gives each array and number a name; for each of them (name, format, place in
+        a view of the buffer of this format, names of the types that a number may have, none for an array); and
+        {name of a type: type}.
+    """
     scope: dict[str, Any] = {}
     writes: list[tuple[str, str, int, list[str]]] = []
     end = 0

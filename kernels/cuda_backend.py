@@ -93,7 +93,7 @@ class CudaBackend:
         return table_ids.detach().to(torch.int32)
 
     def tables_of_columns(self, ids: int, tables: int) -> torch.Tensor:
-        return _tables_of_columns(ids, tables, self.gpu, self.gpu.stream)
+        return _tables_of_columns(ids, tables, self.gpu, self.gpu.stream_now())
 
     def unique_keys(
         self, table_N: torch.Tensor, id_N: torch.Tensor, *, tables: int, padding_id: int | None,
@@ -107,7 +107,7 @@ class CudaBackend:
     ) -> tuple[DeviceKeys, Bags]:  # fmt: skip
         size_2, row_P = self.gpu.filled(2), None
         if columns is not None:
-            row_P, table_P = _bags_of_columns(len(offset_P1) - 1, tuple(columns), self.gpu, self.gpu.stream)
+            row_P, table_P = _bags_of_columns(len(offset_P1) - 1, tuple(columns), self.gpu, self.gpu.stream_now())
         bag_N, table_N = bags_of_cuda(offset_P1, table_P, row_P, tables, len(id_N), size_2, gpu=self.gpu)
         keys = unique_keys_cuda(
             table_N, id_N, tables=tables, padding_id=padding_id, size_2=size_2, check=check, gpu=self.gpu
@@ -123,7 +123,7 @@ class CudaBackend:
     def every_id(self, table_N: torch.Tensor, id_N: torch.Tensor) -> DeviceKeys:
         """Ids as keys, which may repeat, for a gather from a tier that holds all rows: id n is key n."""
         none = self.gpu.none(torch.int64)
-        size_2 = _size_of(len(id_N), self.gpu, self.gpu.stream)
+        size_2 = _size_of(len(id_N), self.gpu, self.gpu.stream_now())
         return DeviceKeys(table_N, id_N.to(torch.int64), none, size_2, none, exact=True)
 
     def counted(self, keys: Any) -> DeviceKeys:
@@ -157,7 +157,7 @@ class CudaBackend:
         self, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_M: torch.Tensor | ListedSlots | DeviceAdmission,
         table_M: torch.Tensor, id_M: torch.Tensor, initial: DeviceInitialRows, state: np.ndarray, *, state_begin: int,
     ) -> None:  # fmt: skip
-        state_on_gpu = _state_of(state.tobytes(), self.gpu, self.gpu.stream)
+        state_on_gpu = _state_of(state.tobytes(), self.gpu, self.gpu.stream_now())
         write: Any = admit_rows_cuda if isinstance(slot_M, DeviceAdmission) else init_rows_cuda
         write(
             weight_SX, row_SW, slot_M, table_M, id_M, initial, state_on_gpu, state_begin=state_begin, gpu=self.gpu

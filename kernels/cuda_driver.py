@@ -109,7 +109,7 @@ class _FreeArguments(threading.local):
     def __init__(self) -> None:
         self.free: list[Arguments] = []
         self.repeated: dict[Any, Repeated | None] = {}
-        """Launches of this thread that it may repeat; None = it was made once."""
+        """{key: launch that the thread may repeat; None = it was made once}."""
 
 
 arguments = _FreeArguments()
@@ -121,7 +121,7 @@ class Repeated:
     def __init__(self, kernel: "Kernel", own: Arguments, grid: tuple[int, int, int]):
         self.kernel, self.own, self.grid = kernel, own, grid
         self.is_busy = False
-        """Whether a launch fills the buffer: another one may come in the middle, as said above."""
+        """Whether a launch is filling the buffer. Another launch of the thread may come in its middle."""
         view = memoryview(own.buffer).cast("B")
         self.views = tuple(view.cast(form) for form in kernel.forms)  # type: ignore[call-overload]  # of any format
 
@@ -178,7 +178,7 @@ class Device:
         return function.value
 
     def launch(self, kernel: Kernel, own: Arguments, blocks: int, threads_x: int, threads_y: int, stream: int) -> None:
-        """Launch a loop on a stream, given by its handle, with the arguments in `own.buffer`, whose size `own` knows.
+        """Launch a loop on a stream, given by its handle, with the first `own.size` bytes of `own.buffer` as arguments.
 
         Raises:
             DriverError: the launch failed, or one before it on this device.

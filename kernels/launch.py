@@ -3,9 +3,10 @@
 In numba's simulator (NUMBA_ENABLE_CUDASIM=1) "the device" is the host's memory, and a launch runs the loop as Python,
 so that every loop can be tested on a machine without a GPU.
 
-Most launches of a step repeat those of the step before with other arrays of the same shapes. Who knows what decides
-the shapes says so (`shapes`): then the thread's next launch with the same loop, sizes and `shapes` takes the buffer of
-the one before and writes only addresses and numbers. A launch made once keeps nothing; a buffer holds no array.
+Most launches of a step repeat those of the step before with other arrays of the same shapes. A caller that can say
+what decides the shapes passes it as `shapes`: then the thread's next launch with the same loop, sizes and `shapes`
+takes the buffer of the one before and writes only addresses and numbers. A launch made once keeps nothing; a buffer
+holds no array.
 
 Invariants: a loop covers its range for any shape of the launch, since each of its threads advances by the size of the
 whole grid; no result depends on that shape; and launches with the same loop, sizes and `shapes` have arrays of the same
@@ -88,6 +89,7 @@ class Gpu:
         self._open(self.device.index, torch._C._cuda_getCurrentRawStream)
 
     def _begin(self, device: torch.device) -> None:
+        """Set what needs no driver."""
         self.device = device
         self.launches = self.waits = 0
         self._buffers = _OfThread()
@@ -163,11 +165,6 @@ class Gpu:
                 found += torch.empty(_SMALL, size, dtype=dtype, pin_memory=True, device="cpu").unbind()
         return found.pop()
 
-    @property
-    def stream(self) -> int:
-        """Handle of the current stream."""
-        return self.stream_now()
-
     def free_bytes(self) -> int:
         """Bytes of device memory that can still be allocated."""
         if SIMULATED:
@@ -212,7 +209,8 @@ class Gpu:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    # `shapes`, below, decides the shapes and dtypes of all arrays, which are in C order. None = nothing is known.
+    # `shapes` of the calls below: a value that decides the shapes and dtypes of all arrays, and whether they are in C
+    # order. None = nothing decides them, and the launch is never repeated.
 
     def run(self, loop: CudaLoop, size: int, *args: Any, shapes: Hashable = None) -> None:
         """Launch a loop in which each thread takes one of `size` items at a time."""
@@ -246,7 +244,8 @@ class Gpu:
             self._launch(loop, blocks, _BLOCK, 1, args, key)
 
     def _repeat(self, key: Hashable, loop: CudaLoop, args: tuple) -> bool:
-        """Launch a loop as this thread has launched it before, if it has."""
+        """Repeat a launch with these arguments. False = the thread has no launch with this key to repeat, or numbers
+        have other types than there."""
         again = cuda_driver.arguments.repeated.get(key)
         if again is None or again.is_busy:
             return False
@@ -287,7 +286,7 @@ class Gpu:
             free.append(own)
 
     def _is_second(self, key: Hashable) -> bool:
-        """Whether this thread has made a launch before. Of one that is made once, nothing is kept."""
+        """Whether this thread makes a launch with this key for the second time. Nothing is kept of the first one."""
         repeated = cuda_driver.arguments.repeated
         if key in repeated:
             return repeated[key] is None

@@ -2,7 +2,7 @@
 
 Invariant: after an interrupt at any line, `taken` says whether the file is locked. So a caller that makes the object
 before a `try`, takes the lock in the block, and releases the lock in the `finally` leaves nothing locked, even if the
-exception is kept with its frames. The exception is an interrupt at the first instruction of the release, which no
+exception is kept with its frames. One gap is left: an interrupt at the first instruction of the release, which no
 Python code can prevent.
 """
 

@@ -112,7 +112,8 @@ class StreamOrder:
         return _UNORDERED if self.alone() else self._ordered(torch.cuda.current_stream(self._gpu.device), arrays)
 
     def alone(self) -> bool:
-        """Whether all calls so far, and one that comes now, are on one stream: its launches are in order already."""
+        """Note a call on the current stream. Returns whether all calls so far were on this stream, so that the launches
+        are in order already."""
         return not self._on_gpu or self._alone(torch.cuda.current_stream(self._gpu.device))
 
     @contextlib.contextmanager

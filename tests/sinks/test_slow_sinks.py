@@ -1,4 +1,4 @@
-"""Sinks that are slower than the saves, that give wrong answers, or whose place another has."""
+"""Sinks that are slower than the saves, that give wrong answers, or whose place another program uses."""
 
 import threading
 
