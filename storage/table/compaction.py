@@ -265,8 +265,8 @@ class Compactor:
                     self._fs, chunk.rows_path, geometry, part.number, keys, live_rows(part.bit_N), _PIECE_ROWS,
                     direct=self._files.direct,
                 )  # fmt: skip
-            # All pieces are moved in the block of this call, which only lets others in while a piece is read. A fork that
-            # waits lets no new block begin, and the put for which the fork waits may wait for these pieces.
+            # All pieces are moved in the block of this call, which lets others in only while a piece is read. While a
+            # fork waits, no new block begins; and the put for which the fork waits may wait for these pieces.
             while (piece := self._read_piece(pieces)) is not None and not self._stopping:
                 table_N, id_N, row_NW = piece
                 self.put_pending()
