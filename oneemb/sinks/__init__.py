@@ -10,7 +10,8 @@ from oneemb.sinks.changes import Changes
 from oneemb.sinks.delivery import SinkStats
 from oneemb.sinks.faiss_index import faiss_sink as Faiss
 from oneemb.sinks.file_sink import FileSink as Files
-from oneemb.sinks.index_sink import IndexSink, IndexView
+from oneemb.sinks.index_library import IndexView
+from oneemb.sinks.index_sink import IndexSink
 from oneemb.sinks.publisher import Publisher
 from oneemb.sinks.redis_sink import RedisSink as Redis
 from oneemb.sinks.served_sink import ServedFileSink as ServedFile

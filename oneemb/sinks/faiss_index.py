@@ -6,7 +6,8 @@ from typing import IO, Any
 import numpy as np
 
 from oneemb.kernels.extras import need
-from oneemb.sinks.index_sink import IndexSink, IndexView, SummedFile
+from oneemb.sinks.index_library import IndexView, SummedFile
+from oneemb.sinks.index_sink import IndexSink
 from oneemb.storage.fs import AnyPath
 
 # Largest number of vectors that one thread adds: more threads would wait for one another for longer than they work.

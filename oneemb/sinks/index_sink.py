@@ -1,8 +1,7 @@
 """Sink of vectors in an index of another library, which is searched while newer versions are added.
 
-A vector is added behind all others, at the next position. An id whose vector changes gets a new position; the vector at
-its old position stays, and searches leave it out. `IndexView` says which positions are live, and which id each one has.
-Once too many positions are dead, the index is built anew from all rows.
+Once too many positions are dead, a thread builds the index anew from all rows, beside the index in use
+(index_build.py), and the new index takes the place of the old one in one step.
 
     MANIFEST.json                      list of saved indexes, the newest last
     <sequence>-<identity>.<library>    index that shows a version of the table, as its library writes it
@@ -14,81 +13,28 @@ Invariants:
 """
 
 import re
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any
 
 import numpy as np
 
-from oneemb.kernels.threads import Threads
-from oneemb.sinks.changes import Changes
+from oneemb.sinks.changes import Changes, StoppedError
 from oneemb.sinks.folder_lock import FolderLock
+from oneemb.sinks.index_build import IndexBuild, IndexMaker, Vectors
+from oneemb.sinks.index_library import PIECE, IndexLibrary, IndexView, SummedFile
 from oneemb.sinks.turns import Turns
-from oneemb.sinks.version import TableVersion, choice_of, read_json, sum_of, unused_stem, write_json
+from oneemb.sinks.version import PublishError, TableVersion, choice_of, read_json, sum_of, unused_stem, write_json
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path, doing
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.new_files import new_files
 
-_ADDED = 1024
-"""Vectors that are added while searches wait."""
 _OURS = re.compile(r"\d{12,}-[0-9a-f]{32}(-\d+)?\.(faiss|usearch|ids)(\.tmp)?")
-
-
-class IndexView(NamedTuple):
-    """The index as searches see it: the positions that are live in one version of the table. P positions."""
-
-    version: TableVersion
-    index: Any
-    """Index of the library; it may have more positions than the view, none of which is live."""
-    id_P: np.ndarray
-    """int64 [P]: id of each position."""
-    live_P: np.ndarray
-    """bool [P]: whether a search may find the position."""
-    bit_N: np.ndarray
-    """uint8: `live_P` as bits, the lowest first."""
-    choice: dict[str, Any]
-    """Table and library of the index, as its sink was made."""
-
-    @classmethod
-    def of(
-        cls, version: TableVersion, index: Any, id_P: np.ndarray, live_P: np.ndarray, choice: dict[str, Any]
-    ) -> "IndexView":
-        """View with these positions."""
-        return cls(version, index, id_P, live_P, np.packbits(live_P, bitorder="little"), choice)
-
-
-class IndexLibrary(Protocol):
-    """A library's index of vectors at positions 0, 1, 2 and so on."""
-
-    name: str
-    """Name of the library, in figures and errors."""
-    suffix: str
-    """End of the name of an index file."""
-    choice: dict[str, Any]
-    """Arguments that a new index depends on; with others, the sink gets all rows."""
-
-    def made(self, vector_ND: np.ndarray) -> Any:
-        """Empty index for these vectors, trained if it needs to be."""
-
-    def size(self, index: Any) -> int:
-        """Number of positions."""
-        ...
-
-    def add(self, index: Any, vector_ND: np.ndarray) -> None:
-        """Add vectors at the next positions. No search runs meanwhile."""
-
-    def search(self, view: IndexView, query_QD: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Scores, float32 [Q, k], and live positions, int64 [Q, k], of the nearest vectors; infinite and -1 where there
-        are fewer. Several threads may call it."""
-        ...
-
-    def write(self, index: Any, file: "SummedFile") -> None:
-        """Write the index to a file."""
-
-    def read(self, file: IO[bytes]) -> Any:
-        """Index that `write` has written."""
+_ROUNDS = 4
+"""Rounds of a build after which the next version waits for the build, so that the build comes to an end."""
+_READS = 4
+"""Largest number of builds in a row whose version the job has deleted while its rows were read."""
 
 
 class IndexSink:
@@ -122,14 +68,18 @@ class IndexSink:
             )
         self._folder = None if folder is None else absolute_path(folder)
         self.name = f"{library.name} index of table {table}{'' if self._folder is None else f' in {self._folder}'}"
-        self._library, self._table, self._vectors = library, table, vectors
-        self._rebuild, self._save_every, self._keep = rebuild, save_every, keep
+        self._library, self._rebuild, self._save_every, self._keep = library, rebuild, save_every, keep
         self._choice = choice_of([table], False, max_rows) | {"library": library.name} | library.choice
+        self._maker = IndexMaker(library, table, vectors, self._choice)
         self._fs, self.max_rows = LocalFileSystem(), max_rows
         self._lock = None if self._folder is None else FolderLock(self._fs, self._folder)
         self._view: IndexView | None = None
-        self._places: HashIndex | None = None  # positions of the live ids; None = to be made from the view
-        self._turns, self._unsaved, self._broken = Turns(), 0, False
+        self._placed: tuple[IndexView, HashIndex] | None = None  # a view, and the positions of its live ids
+        self._turns, self._unsaved = Turns(), 0
+        self._broken: Any = None  # index that has failed in the middle of an addition
+        self._build: IndexBuild | None = None
+        # Dead positions when the last build ended, and builds in a row whose version was deleted.
+        self._dead, self._unread = 0, 0
 
     @property
     def view(self) -> IndexView:
@@ -141,7 +91,7 @@ class IndexSink:
 
     @property
     def wants_whole(self) -> bool:
-        return self._view is not None and self._broken
+        return self._view is not None and self._view.index is self._broken
 
     def search(self, query_QD: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, TableVersion]:
         """The k nearest rows of each query.
@@ -178,98 +128,136 @@ class IndexSink:
     def apply(self, changes: Changes) -> None:
         if self._lock is not None:
             self._lock.take()
-        if not changes.is_whole and self._dead_share(changes) > self._rebuild:
-            changes = changes.whole()
+        self._look_at_build(changes)
         if changes.is_whole:
-            self._places = None
-            view = self._on_disk(changes.version.identity) or self._built(changes)
-        else:
-            view = self._added(changes)
-        self._unsaved += 1
-        if changes.is_whole or self._unsaved >= self._save_every:
-            self._save(view)
-            self._unsaved = 0
-        places, self._places = self._places, None
-        if places is not None:
-            new_P = view.live_P.copy()
-            new_P[: len(self.view.live_P)] ^= self.view.live_P  # positions that the changes have made live or dead
-            for live in (False, True):
-                place_N = np.flatnonzero(new_P & (view.live_P == live))
-                keys = np.zeros(len(place_N), np.int32), view.id_P[place_N]
-                places.put(*keys, place_N) if live else places.erase(*keys)
-        self._view, self._places, self._broken = view, places, False
+            self._show_all(changes)
+            return
+        changed = self._maker.vectors_of(changes)
+        if self._is_built_at_once(changed):
+            self._show_all(changes.whole())
+            return
+        while not self._show(changed):
+            pass  # A build has taken the place of the index meanwhile.
+        self._begin_build(changes)
 
     def close(self) -> None:
-        """Release the folder. The index can still be searched."""
-        if self._lock is not None:
-            self._lock.release()
+        """End a build, and release the folder. The index can still be searched."""
+        try:
+            self._end_build()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
-    def _vectors_of(self, weight_ND: np.ndarray) -> np.ndarray:
-        weight_ND = np.ascontiguousarray(weight_ND, np.float32)
-        if self._vectors is None:
-            return weight_ND
-        vector_ND = np.ascontiguousarray(self._vectors(weight_ND), np.float32)
-        if vector_ND.ndim != 2 or len(vector_ND) != len(weight_ND):
-            raise ValueError(f"vectors must return [{len(weight_ND)}, D], got shape {list(vector_ND.shape)}")
-        return vector_ND
+    def _show_all(self, changes: Changes) -> None:
+        """Show a version by an index of its own, saved or new."""
+        self._end_build()
+        view = self._on_disk(changes.version.identity)
+        if view is None:
+            view = self._maker.built(self._maker.vectors_of(changes), changes.check_wanted)
+        placed = view, view.places()
+        self._save(view)
+        with self._turns.alone():
+            self._view, self._placed = view, placed
+            self._broken, self._dead, self._unread, self._unsaved = None, 0, 0, 0
 
-    def _batches(self, changes: Changes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for batch in changes.batches(tables=[self._table]):
-            yield batch.id_N, self._vectors_of(batch.weight_ND)
-
-    def _built(self, changes: Changes) -> IndexView:
-        """View of a new index with all rows."""
-        batches = list(self._batches(changes))
-        dim = changes.rows.format.dim
-        first = np.empty((0, dim), np.float32) if self._vectors is None else self._vectors_of(np.zeros((1, dim)))[:0]
-        vector_ND = np.concatenate([first, *(vector_ND for _, vector_ND in batches)])
-        id_P = np.concatenate([np.empty(0, np.int64), *(id_N for id_N, _ in batches)])
-        del batches
-        index = self._library.made(vector_ND)
-        for begin in range(0, len(vector_ND), _ADDED):
-            changes.check_wanted()
-            self._library.add(index, vector_ND[begin : begin + _ADDED])
-        return IndexView.of(changes.version, index, id_P, np.ones(len(id_P), np.bool_), self._choice)
-
-    def _dead_share(self, changes: Changes) -> float:
-        """Share of dead positions once the changes are added."""
-        view = self.view
-        ids = [batch.id_N for batch in changes.batches(tables=[self._table])]
-        changed_N = np.concatenate([*ids, changes.gone(tables=[self._table])[1]])
-        old_N = self._places_of(view).find(np.zeros(len(changed_N), np.int32), changed_N)
-        size = self._library.size(view.index)
-        dead = size - int(view.live_P.sum()) + int((old_N >= 0).sum())
-        return dead / max(1, size + sum(map(len, ids)))
-
-    def _added(self, changes: Changes) -> IndexView:
-        """View of the index with the changes. The view before stays as it was: it has none of the new positions."""
+    def _show(self, changed: Vectors) -> bool:
+        """Add changes to the index in use, and show their version. False = another index has taken its place."""
         before = self.view
-        first, new = self._library.size(before.index), [np.empty(0, np.int64)]
-        for id_N, vector_ND in self._batches(changes):
-            new.append(id_N)
-            for begin in range(0, len(id_N), _ADDED):
-                with self._turns.alone():
-                    self._broken = True  # An index that fails in the middle of an addition is built anew.
-                    self._library.add(before.index, vector_ND[begin : begin + _ADDED])
-                    self._broken = False
-        id_N = np.concatenate(new)
-        _, gone_N = changes.gone(tables=[self._table])
-        # Positions between those of the view and `first` were added by calls that failed later.
-        id_P = np.concatenate([before.id_P, np.zeros(first - len(before.id_P), np.int64), id_N])
-        live_P = np.zeros(len(id_P), np.bool_)
-        live_P[: len(before.live_P)] = before.live_P
-        live_P[first:] = True
-        changed_N = np.concatenate([id_N, gone_N])
-        old_N = self._places_of(before).find(np.zeros(len(changed_N), np.int32), changed_N)
-        live_P[old_N[old_N >= 0]] = False
-        return IndexView.of(changes.version, before.index, id_P, live_P, self._choice)
+        places = self._places_of(before)
+        view = self._added(before, places, changed)
+        unsaved = self._unsaved + 1
+        if unsaved >= self._save_every:
+            self._save(view)
+            unsaved = 0
+        self._placed = None
+        view.move(places, before)
+        with self._turns.alone():
+            if self._view is not before:
+                return False
+            self._view, self._placed, self._unsaved = view, (view, places), unsaved
+            if self._build is not None:
+                self._build.later.append(changed)
+        return True
+
+    def _added(self, before: IndexView, places: HashIndex, changed: Vectors) -> IndexView:
+        """View of the index with the changes. The view before stays as it was: it has none of the new positions."""
+        first = self._library.size(before.index)
+        for begin in range(0, len(changed.vector_ND), PIECE):
+            with self._turns.alone():
+                self._broken = before.index  # An index that fails in the middle of an addition is built anew.
+                self._library.add(before.index, changed.vector_ND[begin : begin + PIECE])
+                self._broken = None
+        return before.after(changed.version, places, first, changed.id_N, changed.gone_M)
 
     def _places_of(self, view: IndexView) -> HashIndex:
-        if self._places is None:
-            places, place_N = HashIndex(Threads(1)), np.flatnonzero(view.live_P)
-            places.put(np.zeros(len(place_N), np.int32), view.id_P[place_N], place_N)
-            self._places = places
-        return self._places
+        placed = self._placed
+        if placed is None or placed[0] is not view:
+            self._placed = placed = view, view.places()
+        return placed[1]
+
+    # ---- an index that is built anew ---------------------------------------------------------------------------------
+
+    def _is_built_at_once(self, changed: Vectors) -> bool:
+        """Whether changes make an index with too many dead positions, and a new index of all rows is built about as
+        soon as they are added."""
+        view = self.view
+        changed_N = np.concatenate([changed.id_N, changed.gone_M])
+        old = int((self._places_of(view).find(np.zeros(len(changed_N), np.int32), changed_N) >= 0).sum())
+        live, size = int(view.live_P.sum()) - old + len(changed.id_N), self._library.size(view.index)
+        is_due = size + len(changed.id_N) - live > self._rebuild * (size + len(changed.id_N))
+        return is_due and live <= max(PIECE, 2 * len(changed.id_N))
+
+    def _begin_build(self, changes: Changes) -> None:
+        """Begin to build the index anew if too many positions are dead: at least twice as many as when the last build
+        ended, so that a build is never at work all the time."""
+        size, dead = self._dead_positions()
+        if self._build is None and dead > self._rebuild * size and dead >= 2 * self._dead:
+            build = self._build = IndexBuild(self._maker, changes.whole(), self._take_over)
+            build.start()
+
+    def _dead_positions(self) -> tuple[int, int]:
+        """Number of positions, and of dead ones among them."""
+        size = self._library.size(self.view.index)
+        return size, size - int(self.view.live_P.sum())
+
+    def _take_over(self, build: IndexBuild, view: IndexView, places: HashIndex) -> list[Vectors]:
+        """Put the index of a build in place of the index in use. If the sink shows a later version than the new index
+        does, return the changes since, and do nothing. The thread of the build calls it."""
+        with self._turns.alone():
+            if self._build is not build:
+                raise StoppedError
+            later, build.later = build.later, []
+            if not later:
+                self._view, self._placed, self._build = view, (view, places), None
+                self._dead, self._unread = len(view.live_P) - int(view.live_P.sum()), 0
+            return later
+
+    def _look_at_build(self, changes: Changes) -> None:
+        """Wait for a build that lags behind, and raise the error of a build that has failed. PublishError."""
+        build = self._build
+        if build is None:
+            return
+        if build.rounds >= _ROUNDS:
+            build.wait(changes.check_wanted)
+        if build.is_at_work or self._build is None:
+            return
+        self._build, error = None, build.error
+        if isinstance(error, StorageError) and not build.has_read and self._unread < _READS:
+            self._unread += 1  # The job may have deleted the version; the next build reads a newer one.
+        elif error is not None:
+            self._unread, self._dead = 0, self._dead_positions()[1]
+            raise PublishError(
+                f"{self.name} must be built anew, since too many of its positions are dead, and that has failed:"
+                f" {type(error).__name__}: {error}. Searches and newer versions go on with the index in use, and the"
+                " index is built anew once twice as many positions are dead; give the process memory for both indexes,"
+                " or remove the cause"
+            ) from error
+
+    def _end_build(self) -> None:
+        build, self._build = self._build, None
+        if build is not None:
+            build.stop()
+            build.wait()
 
     # ---- the folder --------------------------------------------------------------------------------------------------
 
@@ -330,7 +318,7 @@ class IndexSink:
                     raise
                 # A publisher has saved a newer version, and removed these files.
         if view is not self._view:
-            self._view, self._places = view, None
+            self._view = view
         return view
 
     def _on_disk(self, identity: str) -> IndexView | None:
@@ -366,14 +354,3 @@ class IndexSink:
                 f"{path} must have CRC-32 {expected:08x}, as it was written, it has {found:08x}; restore it from a"
                 f" copy, or remove {self._path}, and the index is built anew"
             )
-
-
-class SummedFile:
-    """A new file with the CRC-32 of all bytes that were written."""
-
-    def __init__(self, file: IO[bytes]):
-        self._file, self.sum = file, 0
-
-    def write(self, data: Any) -> int:
-        self.sum = zlib.crc32(data, self.sum)
-        return self._file.write(data)

@@ -11,7 +11,8 @@ from typing import IO, Any
 import numpy as np
 
 from oneemb.kernels.extras import need
-from oneemb.sinks.index_sink import IndexSink, IndexView, SummedFile
+from oneemb.sinks.index_library import IndexView, SummedFile
+from oneemb.sinks.index_sink import IndexSink
 from oneemb.storage.fs import AnyPath
 
 
