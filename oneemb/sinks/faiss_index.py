@@ -85,7 +85,7 @@ def faiss_sink(
         vectors: function of weights, float32 [N, D], that returns the vectors to index, such as a tower; None = the
             weights.
         inner_product: if True, a text `index` ranks by the inner product; if False, by the L2 distance.
-        rebuild: share of dead positions from which the index is built anew.
+        rebuild: share of dead positions from which a thread builds the index anew, beside the index in use.
         save_every: number of versions after which the index is written to the folder.
         keep: number of saved indexes that stay in the folder, for a rollback.
         max_rows: largest number of rows, of the table; None = all. [A cap](../publish.md#a-cap) says which rows stay.

@@ -133,7 +133,7 @@ class IndexBuild:
         self.error: BaseException | None = None
         """Error that has ended the thread."""
         self._maker, self._changes, self._stopped = maker, changes, False
-        self._take_over = weakref.WeakMethod(take_over)
+        self._take_over, self._ended = weakref.WeakMethod(take_over), threading.Event()
         # No daemon: a library's code that runs while Python ends would crash. The thread itself sees the end.
         self._thread = threading.Thread(target=self._run, name="oneemb-index")
 
@@ -157,7 +157,7 @@ class IndexBuild:
         """Wait until the thread has ended. `check` is called now and then, and ends the wait by an error."""
         while self.is_at_work:
             check()
-            self._thread.join(0.05)
+            self._ended.wait(0.05)  # After Ctrl-C in `join`, Python takes a thread that runs for one that has ended.
 
     def _check(self) -> None:
         if self._stopped or self._take_over() is None or not threading.main_thread().is_alive():
@@ -171,6 +171,8 @@ class IndexBuild:
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # which hold the vectors and the half of an index
             self.error = error
+        finally:
+            self._ended.set()
 
     def _build(self) -> None:
         rows = self._maker.vectors_of(self._changes, self._check)

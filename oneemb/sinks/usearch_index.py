@@ -110,7 +110,7 @@ def usearch_sink(
         expansion_add: candidates that an addition looks at.
         expansion_search: candidates that a search looks at, at least.
         num_threads: threads of an addition or a search.
-        rebuild: share of dead positions from which the index is built anew.
+        rebuild: share of dead positions from which a thread builds the index anew, beside the index in use.
         save_every: number of versions after which the index is written to the folder.
         keep: number of saved indexes that stay in the folder, for a rollback.
         max_rows: largest number of rows, of the table; None = all. [A cap](../publish.md#a-cap) says which rows stay.
