@@ -79,7 +79,7 @@ class IndexSink:
         self._broken: Any = None  # index that has failed in the middle of an addition
         self._build: IndexBuild | None = None
         # Dead positions when the last build ended, and builds in a row whose version was deleted.
-        self._dead, self._unread = 0, 0
+        self._dead_before, self._unread = 0, 0
 
     @property
     def view(self) -> IndexView:
@@ -158,7 +158,7 @@ class IndexSink:
         self._save(view)
         with self._turns.alone():
             self._view, self._placed = view, placed
-            self._broken, self._dead, self._unread, self._unsaved = None, 0, 0, 0
+            self._broken, self._dead_before, self._unread, self._unsaved = None, 0, 0, 0
 
     def _show(self, changed: Vectors) -> bool:
         """Add changes to the index in use, and show their version. False = another index has taken its place."""
@@ -211,7 +211,7 @@ class IndexSink:
         """Begin to build the index anew if too many positions are dead: at least twice as many as when the last build
         ended, so that a build is never at work all the time."""
         size, dead = self._dead_positions()
-        if self._build is None and dead > self._rebuild * size and dead >= 2 * self._dead:
+        if self._build is None and dead > self._rebuild * size and dead >= 2 * self._dead_before:
             build = self._build = IndexBuild(self._maker, changes.whole(), self._take_over)
             build.start()
 
@@ -229,7 +229,7 @@ class IndexSink:
             later, build.later = build.later, []
             if not later:
                 self._view, self._placed, self._build = view, (view, places), None
-                self._dead, self._unread = len(view.live_P) - int(view.live_P.sum()), 0
+                self._dead_before, self._unread = len(view.live_P) - int(view.live_P.sum()), 0
             return later
 
     def _look_at_build(self, changes: Changes) -> None:
@@ -245,7 +245,7 @@ class IndexSink:
         if isinstance(error, StorageError) and not build.has_read and self._unread < _READS:
             self._unread += 1  # The job may have deleted the version; the next build reads a newer one.
         elif error is not None:
-            self._unread, self._dead = 0, self._dead_positions()[1]
+            self._unread, self._dead_before = 0, self._dead_positions()[1]
             raise PublishError(
                 f"{self.name} must be built anew, since too many of its positions are dead, and that has failed:"
                 f" {type(error).__name__}: {error}. Searches and newer versions go on with the index in use, and the"
