@@ -746,6 +746,25 @@ def test_a_snapshot_between_forward_and_step_holds_the_rows_before_it(made):
     assert torch.equal(rows_of(embedding, [1]), before)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hook_of_a_subclass_with_a_step_of_its_own_is_called_once_a_step(made, late):
+    class WithClosure(oneemb.Optimizer):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    _, _, base = trained(made)
+    base.step()  # Torch has seen the class itself too.
+    embedding = made("more")
+    optimizer = WithClosure(torch.optim.SGD(embedding.parameters(), lr=0.5), [embedding])
+    if late:
+        optimizer.step()
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer.step()
+    assert calls == ["before", "after"]
+
+
 def test_the_optimizers_own_state_dict_is_torchs(made):
     embedding, mlp, optimizer = trained(made)
     state = copy.deepcopy(optimizer.state_dict())

@@ -52,7 +52,9 @@ def _unrecorded(step: Callable[..., Any]) -> Any:
 
     @functools.wraps(step)
     def call(optimizer: "Optimizer", *args: Any, **kwargs: Any) -> Any:
-        if is_observed(optimizer):
+        # Torch has wrapped the step of a subclass that has its own, and that wrapper calls the hooks.
+        is_in_wrapper = getattr(type(optimizer).step, "__code__", None) is recorded.__code__
+        if not is_in_wrapper and is_observed(optimizer):
             return recorded(optimizer, *args, **kwargs)
         if (building := building_now()) is not None:
             building.check_step(optimizer)
