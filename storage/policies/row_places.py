@@ -9,6 +9,7 @@ Invariant: `index` has the key of each row in the usage index, with the row's pl
 Shape letters: N rows, P places, X words of a place, V evicted rows, S slots, W words of a row.
 """
 
+import os
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +24,10 @@ USAGE_WORDS = 4
 """Words of usage metadata in a row's record: two words of score, lower half first, then the step and the second of the
 last use, or, with timestamps, the time of the last use in two words, lower half first."""
 
-_PLACES_MAX = 1 << 36  # rows for which addresses are set aside; only pages that are written take memory
+# Arrays of more places would not fit in the machine's memory. Only pages that are written take memory; but where
+# growing_array.py finds no free addresses, it maps all places at once.
+_PLACE_BYTES = 4 * USAGE_WORDS + 4 + 1
+_PLACES_MAX = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _PLACE_BYTES
 _MORE_BITS = 5  # arrays grow by 1 / 2 ** 5 of their length, at least
 
 
@@ -62,7 +66,7 @@ class OwnPlaces:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return self.index.nbytes + self._free.used * (4 * USAGE_WORDS + 1 + 4)
+        return self.index.nbytes + self._free.used * _PLACE_BYTES
 
     @property
     def score_P(self) -> np.ndarray:

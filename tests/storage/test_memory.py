@@ -435,6 +435,17 @@ def test_a_system_without_such_addresses_gives_others(monkeypatch):
     assert array.array.ctypes.data % 12 == 0 and array.array.sum() == 3 << 20
 
 
+def test_usage_metadata_asks_such_a_system_for_no_more_addresses_than_the_machine_has_memory(monkeypatch):
+    monkeypatch.setattr(growing_array, "_FIRST", 1 << 62)
+    monkeypatch.setattr(growing_array, "_LAST", (1 << 62) + (1 << 40))
+    with address_space(MACHINE + 64 * MIB):
+        places = OwnPlaces(THREADS)
+    table_N, id_N = np.zeros(50_000, np.int32), np.arange(50_000)
+    place_N = places.add(table_N, id_N, None)
+    places.word_PX[place_N] = 7
+    assert places.word_PX.sum() == 7 * 4 * 50_000
+
+
 def test_very_many_arrays_share_the_addresses():
     arrays = [GrowingArray(1 << 46, (), np.bool_) for _ in range(100)]
     assert all(array.most > 1 << 35 for array in arrays)
