@@ -68,7 +68,7 @@ class IndexMaker:
         self._table, self._vectors = table, vectors
 
     def vectors_of(self, changes: Changes, check: Callable[[], None] = lambda: None) -> Vectors:
-        """Read the changes. `check` is called now and then, and ends the call by an error."""
+        """Read the changes. `check` is called before each batch, and may end the call by an error."""
         ids, vectors = [np.empty(0, np.int64)], []
         for id_N, vector_ND in self._batches(changes):
             check()
@@ -79,7 +79,7 @@ class IndexMaker:
         return Vectors(changes.version, np.concatenate(ids), vector_ND, gone_M)
 
     def built(self, rows: Vectors, check: Callable[[], None]) -> IndexView:
-        """View of a new index with all rows of a version. `check` as above."""
+        """View of a new index with all rows of a version. `check` is called before each piece."""
         index = self.library.made(rows.vector_ND)
         self.add(index, rows.vector_ND, check)
         return IndexView.of(rows.version, index, rows.id_N, np.ones(len(rows.id_N), np.bool_), self.choice)
@@ -169,7 +169,7 @@ class IndexBuild:
         except StoppedError:
             pass
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # which hold the vectors and the half of an index
+            traceback.clear_frames(error.__traceback__)  # The frames hold the vectors and an unfinished index.
             self.error = error
         finally:
             self._ended.set()

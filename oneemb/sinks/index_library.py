@@ -48,8 +48,8 @@ class IndexView(NamedTuple):
     def after(
         self, version: TableVersion, places: HashIndex, first: int, id_N: np.ndarray, gone_N: np.ndarray
     ) -> "IndexView":
-        """View of the index with vectors of `id_N` at positions `first` and later, and without `gone_N`. This view
-        stays as it is. `places`: the positions of this view's live ids."""
+        """View of the index in a later version: `id_N` have their vectors at positions `first` and later, and `gone_N`
+        have none. This view stays as it is. `places`: the positions of this view's live ids."""
         # Positions between those of this view and `first` were added by calls that failed later.
         id_P = np.concatenate([self.id_P, np.zeros(first - len(self.id_P), np.int64), id_N])
         live_P = np.zeros(len(id_P), np.bool_)
@@ -61,7 +61,7 @@ class IndexView(NamedTuple):
         return IndexView.of(version, self.index, id_P, live_P, self.choice)
 
     def move(self, places: HashIndex, before: "IndexView") -> None:
-        """Change the positions of the live ids of the view `before` to those of this view."""
+        """Turn `places`, the positions of the live ids of the view `before`, into those of this view."""
         new_P = self.live_P.copy()
         new_P[: len(before.live_P)] ^= before.live_P  # positions that have come to life or died since
         for live in (False, True):

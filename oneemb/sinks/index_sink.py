@@ -198,8 +198,8 @@ class IndexSink:
     # ---- an index that is built anew ---------------------------------------------------------------------------------
 
     def _is_built_at_once(self, changed: Vectors) -> bool:
-        """Whether changes make an index with too many dead positions, and a new index of all rows is built about as
-        soon as they are added."""
+        """Whether the index is built anew in the call: with the changes too many positions are dead, and all rows
+        together are at most twice as many as the changed ones, or one piece."""
         view = self.view
         changed_N = np.concatenate([changed.id_N, changed.gone_M])
         old = int((self._places_of(view).find(np.zeros(len(changed_N), np.int32), changed_N) >= 0).sum())
@@ -233,7 +233,7 @@ class IndexSink:
             return later
 
     def _look_at_build(self, changes: Changes) -> None:
-        """Wait for a build that lags behind, and raise the error of a build that has failed. PublishError."""
+        """Wait for a build that lags behind. Raise PublishError if a build has failed, once."""
         build = self._build
         if build is None:
             return

@@ -241,7 +241,7 @@ def test_a_build_that_fails_is_an_error_once_and_loses_nothing(job):
         check(job, sink, name)
 
 
-def test_a_version_that_is_deleted_while_it_is_read_is_no_error_unless_it_goes_on(job):
+def test_versions_that_are_deleted_while_a_build_reads_them_are_an_error_at_the_fifth_build(job):
     reads = []
 
     def vectors(weight_ND):
@@ -394,7 +394,7 @@ def test_what_is_saved_is_one_version_and_a_restart_or_a_rollback_goes_on(job, t
 
 
 @pytest.mark.parametrize("job_kind", ["all rows change", "few rows"])
-def test_an_index_that_is_built_as_soon_as_changes_are_added_is_built_at_once(tmp_path, job_kind):
+def test_an_index_that_is_built_about_as_fast_as_changes_are_added_is_built_at_once(tmp_path, job_kind):
     job = Job(tmp_path / "job")
     many = {"count": 8000, "ids": 2000} if job_kind == "all rows change" else {"count": 100, "ids": 200}
     job.save("v0", **many)

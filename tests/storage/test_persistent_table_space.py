@@ -328,7 +328,7 @@ def test_without_cleaning_at_saves_the_bound_is_broken(monkeypatch):
 
 
 @pytest.mark.parametrize(("amplification", "garbage"), [(2.0, 0.24), (4.0, 1.94)])
-def test_a_snapshot_that_is_left_alone_holds_little_garbage(amplification, garbage):
+def test_a_snapshot_that_is_left_alone_holds_no_more_garbage_than_compaction_promises(amplification, garbage):
     rng, job = np.random.default_rng(0), Job(9000, amplification)
     for n in range(12):
         job.put(job.ids("uniform", 0.3, rng))
