@@ -1,6 +1,7 @@
 """An optimizer that trains rows alone: torch's own step has nothing to do, and is left out where no hook sees it."""
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -120,6 +121,18 @@ def test_whoever_sees_torchs_step_sees_each(embedding, name, way):
             assert calls is None or calls() == before + i + 1
     finally:
         remove()
+
+
+def test_a_profiler_of_all_threads_sees_the_steps_of_each(embedding):
+    step = as_a_loop(embedding, torch.optim.SGD(embedding.parameters(), lr=0.5))
+    step()
+    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(experimental_config=every_thread) as profile:
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+    seen = [event.name for event in profile.events()]
+    assert all(seen.count(f"Optimizer.step#{name}.step") == 1 for name in ("Optimizer", "SGD")), seen
 
 
 @pytest.mark.parametrize("way", [as_a_loop, as_a_graph])
