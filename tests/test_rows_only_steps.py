@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import _ExperimentalConfig
 
 import oneemb
 from tests.support.models import make_embedding, rows_of
@@ -126,7 +127,7 @@ def test_whoever_sees_torchs_step_sees_each(embedding, name, way):
 def test_a_profiler_of_all_threads_sees_the_steps_of_each(embedding):
     step = as_a_loop(embedding, torch.optim.SGD(embedding.parameters(), lr=0.5))
     step()
-    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    every_thread = _ExperimentalConfig(profile_all_threads=True)
     with torch.profiler.profile(experimental_config=every_thread) as profile:
         thread = threading.Thread(target=step)
         thread.start()

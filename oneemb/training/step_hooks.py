@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd import profiler
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
@@ -256,7 +255,7 @@ def is_observed(optimizer: torch.optim.Optimizer) -> bool:
         or optimizer._optimizer_step_post_hooks
         or len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks) > len(_HOOKS)
         or torch.autograd._profiler_enabled()
-        or profiler._is_profiler_enabled  # by any thread, which may record the steps of all threads
+        or torch.autograd.profiler._is_profiler_enabled  # by any thread, which may record the steps of all threads
     )
 
 
