@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--changed", type=float, default=0.01)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--saves", type=int, default=100, help="deltas of the process that the sinks follow")
+    parser.add_argument("--saves", type=int, default=60, help="deltas of the process that the sinks follow")
     parser.add_argument("--pause", type=float, default=2.0, metavar="SECONDS", help="time between two of them")
     parser.add_argument("--out", help="file of the results")
     options = parser.parse_args()

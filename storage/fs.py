@@ -31,6 +31,7 @@ AnyPath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _LOCK_TRIES = 4
+_PIECE_BYTES = 1 << 14
 _HUGE_PAGE = 2 << 20
 
 
@@ -331,8 +332,14 @@ def read_file(fs: FileSystem, path: str) -> bytes | None:
         raise storage_error(error, "open", path) from error
     with doing("read", path):
         try:
-            data = bytearray(fs.size(path))
-            return bytes(data[: fs.read_into(file, memoryview(data), 0)])
+            # Not by the size of the path: the file there may have been replaced since `file` was opened.
+            data = bytearray()
+            while True:
+                piece = bytearray(max(_PIECE_BYTES, len(data)))
+                got = fs.read_into(file, memoryview(piece), len(data))
+                data += piece[:got]
+                if got < len(piece):
+                    return bytes(data)
         finally:
             fs.close(file)
 

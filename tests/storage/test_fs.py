@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from oneemb.storage.errors import StorageError
-from oneemb.storage.fs import LocalFileSystem, absolute_path
+from oneemb.storage.fs import LocalFileSystem, absolute_path, read_file
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from tests.storage.test_persistent_table import open_table
 from tests.storage.test_persistent_table_crash import open_table as open_faulty
@@ -167,3 +167,18 @@ def test_a_child_has_no_lock_of_its_parent(tmp_path):
     finally:
         done.set()
         assert ended_well(child) is True
+
+
+@pytest.mark.parametrize("before, after", [(50, 40), (40, 50), (70_000, 1), (1, 70_000), (1 << 14, 0)])
+def test_a_file_that_is_replaced_while_it_is_read_is_the_one_before_or_the_one_after(tmp_path, before, after):
+    class Replaced(LocalFileSystem):
+        def open(self, path, *, direct=False):
+            file = super().open(path, direct=direct)
+            (tmp_path / "new").write_bytes(b"n" * after)
+            os.replace(tmp_path / "new", path)
+            return file
+
+    path = tmp_path / "file"
+    path.write_bytes(b"o" * before)
+    assert read_file(Replaced(), str(path)) == b"o" * before
+    assert read_file(LocalFileSystem(), str(path)) == b"n" * after
