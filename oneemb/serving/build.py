@@ -243,7 +243,7 @@ def open_snapshot(
             or found.sequence <= served.sequence
             and not is_gone(source.paths, served)
         ):
-            if there is not None:
+            if there is not None and source.stored is None:  # An object store itself says which is the newest.
                 there.check_newest(found)
             return None
         if error is not None and found.info.identity == failed:

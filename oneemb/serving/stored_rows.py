@@ -125,6 +125,9 @@ class StoredCopy:
         kept = {part.info.identity for link in (*wanted.before, wanted) for part in link.parts}
         for folder in found.folders:
             with open_anew(folder) as table:
+                for damaged in found.damaged:
+                    if damaged.folder == folder and not damaged.newer:
+                        table.delete_snapshot(damaged.name)
                 for info in reversed(table.snapshots()):  # Deltas go before their parents.
                     if info.identity not in kept:
                         table.delete_snapshot(info.name)

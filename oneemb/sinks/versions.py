@@ -98,8 +98,8 @@ class Versions:
 
     def check_newest(self) -> None:
         """Raise CorruptTableError or FormatVersionError if a snapshot that cannot be read is newer than the newest that
-        can be."""
-        newest = self.newest() if self.target is None else None
+        can be. An object store itself says which is the newest, and `pull` brings it."""
+        newest = self.newest() if self.target is None and self._stored is None else None
         if newest is not None:
             self.look().check_newest(newest)
 

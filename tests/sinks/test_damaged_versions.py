@@ -5,7 +5,7 @@ import errno
 import os
 import threading
 import uuid
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -221,6 +221,34 @@ def test_a_damaged_copy_of_an_object_store_is_mended_by_the_piece_that_differs(k
     read.clear()
     bring("second")
     assert path.read_bytes() == data and len(read) == 1 < whole
+
+
+@pytest.mark.parametrize("kind", ["parquet", "server"])
+@pytest.mark.parametrize("damaged_first", [True, False])
+def test_a_damaged_file_that_a_copy_of_an_object_store_does_not_need_is_no_error(kind, damaged_first, job, tmp_path):
+    url, rows = f"memory://{uuid.uuid4().hex}/items", tmp_path / "copy/rows"
+    push.push(job.folder, url, ["v1"])
+    with ExitStack() as stack:
+        if kind == "server":
+            served = stack.enter_context(oneemb.InferenceEmbedding.open(url, absent="zeros", folder=tmp_path / "copy"))
+            bring, check = served.refresh, lambda: check_served(served, job, "v2")
+        else:
+            place = Place(kind, tmp_path / "parquet", None)
+            publisher = stack.enter_context(oneemb.publish(url, [place.make()], folder=rows, seconds=1000.0))
+            publisher.flush()
+            bring, check = publisher.flush, lambda: place.check(job, "v2")
+        path = next(rows.rglob("v1.snapshot"))
+        data = path.read_bytes()
+        if damaged_first:
+            path.write_bytes(data[:60])
+        push.push(job.folder, url, ["v2"])
+        bring()
+        assert not path.exists()
+        if not damaged_first:
+            path.write_bytes(data[:60])
+        for _ in range(2):
+            bring()
+            check()
 
 
 def test_two_sinks_that_meet_damage_of_a_copy_at_one_time_get_no_error(job, tmp_path):
