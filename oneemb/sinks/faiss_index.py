@@ -46,7 +46,11 @@ class FaissLibrary:
             self._faiss.omp_set_num_threads(threads)
 
     def search(self, view: IndexView, query_QD: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        return view.index.search(query_QD, k, params=self._parameters(view))
+        score_QK, place_QK = view.index.search(query_QD, k, params=self._parameters(view))
+        # FAISS gives absent rows the largest finite number.
+        is_similarity = self._faiss.is_similarity_metric(view.index.metric_type)
+        score_QK[place_QK < 0] = -np.inf if is_similarity else np.inf
+        return score_QK, place_QK
 
     def _parameters(self, view: IndexView) -> Any:
         """Parameters of a search that finds live positions only; None = all positions are live."""

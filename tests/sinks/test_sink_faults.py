@@ -446,9 +446,20 @@ def test_searches_give_the_live_ids_of_one_version(job, tmp_path, index):
             if "HNSW" not in index:
                 score, found, _ = sink.search(query, 100)
                 assert all(sorted(one[: len(ids)]) == sorted(ids.tolist()) for one in found.tolist())
-                assert (found[:, len(ids) :] == -1).all() and (score[:, len(ids) :] > 1e38).all()
+                assert (found[:, len(ids) :] == -1).all() and np.isposinf(score[:, len(ids) :]).all()
         assert publisher.stats().popitem()[1]["wholes"] == 1
         assert not sink.view.live_P.all()
+
+
+@pytest.mark.parametrize("index", ["Flat", "usearch"])
+def test_a_search_by_the_inner_product_gives_absent_rows_a_score_of_minus_infinity(job, index):
+    sink = LIBRARIES[index](None, table=1)
+    with publishing(job, sink) as publisher:
+        publisher.flush()
+        count = len(sink.view.live_P)
+        score, found, _ = sink.search(np.ones((2, 4), np.float32), count + 3)
+    assert np.isfinite(score[:, :count]).all()
+    assert np.isneginf(score[:, count:]).all() and (found[:, count:] == -1).all()
 
 
 @pytest.mark.parametrize("index", ["Flat", "usearch"])
