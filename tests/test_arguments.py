@@ -176,7 +176,7 @@ def test_a_plan_for_one_machine_says_so():
 
 
 # Raised and caught by oneemb itself; and that of oneemb.tde, which needs torchrec.
-NOT_SEEN = {"DamagedBlock", "DuplicateKeyError", "NoRoomError", "RoomFullError", "StoppedError"}
+NOT_SEEN = {"DamagedBlock", "DuplicateKeyError", "NoRoomError", "PullStoppedError", "RoomFullError", "StoppedError"}
 
 
 def test_errors_that_users_see_are_importable_from_oneemb():

@@ -337,7 +337,7 @@ def test_a_call_that_waits_for_a_move_goes_on_from_what_others_do_meanwhile(tmp_
 
 def test_a_move_that_begins_after_a_load_has_nothing_to_move(tmp_path):
     rng, rows = np.random.default_rng(0), {}
-    with open_table(tmp_path) as table:
+    with open_table(tmp_path, background=False) as table:
         put_random(table, rows, rng, 800, ids=300)
         table.save_snapshot("s", {})
         saved = dict(rows)
