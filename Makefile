@@ -29,7 +29,9 @@ MEMORY_TMPDIR = $(if $(MEMORY),TMPDIR=$(MEMORY))
 PYTEST = $(MEMORY_TMPDIR) $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(if $(RERUNS),--reruns $(RERUNS) -rfER)
 
 # CUDA loops run in numba's simulator and are compiled for two GPUs. Each variable is read once a process.
+# A test that takes 10 minutes ends its process, which prints where each thread is; xdist goes on with a new process.
 # RERUNS=1 runs a test that fails once more, and the closing lines name the test: for a machine that others load.
+test: PYTEST += -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 test: $(call ready,test)  ## The test suite.
 	$(PYTEST)
 	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) -q tests/cuda
