@@ -15,24 +15,7 @@ import oneemb
 from oneemb.sinks.faiss_index import FaissLibrary
 from oneemb.storage.errors import ForkedProcessError
 from tests.support.forks import ended_well, in_child
-from tests.support.published import (
-    PREFIX,
-    Job,
-    publishing,
-    read_files,
-    read_index,
-    read_redis,
-    read_served,
-    read_table,
-)
-
-
-@pytest.fixture
-def job(tmp_path):
-    job = Job(tmp_path / "job")
-    job.save("v0")
-    yield job
-    job.close()
+from tests.support.published import PREFIX, publishing, read_files, read_index, read_redis, read_served, read_table
 
 
 def of_table(rows, table):

@@ -14,15 +14,7 @@ from oneemb.sinks.turns import Turns
 from oneemb.storage.fs import LocalFileSystem
 from tests.support.forks import ended_well, in_child
 from tests.support.interrupts import interrupt_soon, interrupted
-from tests.support.published import INDEXES, Job, publishing, read_files, read_index
-
-
-@pytest.fixture
-def job(tmp_path):
-    job = Job(tmp_path / "job")
-    job.save("v0")
-    yield job
-    job.close()
+from tests.support.published import INDEXES, publishing, read_files, read_index
 
 
 class Slow:

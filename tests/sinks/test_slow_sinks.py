@@ -8,15 +8,7 @@ import redis
 import oneemb
 from oneemb.kernels.threads import Threads
 from oneemb.storage.table.persistent_table import PersistentTable
-from tests.support.published import PREFIX, Job, Place, publishing, read_redis
-
-
-@pytest.fixture
-def job(tmp_path):
-    job = Job(tmp_path / "job")
-    job.save("v0")
-    yield job
-    job.close()
+from tests.support.published import PREFIX, Place, publishing, read_redis
 
 
 def test_training_waits_for_a_sink_that_is_slower_and_no_version_is_left_out(job):
