@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import zlib
 from multiprocessing.util import Finalize
 
@@ -114,3 +115,13 @@ _numbers = itertools.count()
 def redis_place(redis_host):
     """URL of an unused prefix of keys on the Redis server."""
     return f"redis://{redis_host}/?prefix=test_{next(_numbers)}"
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_followers_end():
+    """A test leaves no thread that follows snapshots: tests that count or join such threads would see the thread."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "oneemb-follow":
+            thread.join(60)
+            assert not thread.is_alive(), "the test leaves a publisher or a server open"

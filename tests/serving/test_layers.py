@@ -200,7 +200,8 @@ def test_a_whole_file_is_made_beside_and_later_deltas_go_on_from_it(job):
     assert served.refresh() and layers_in(folder)
     for thread in threading.enumerate():
         if thread.name == "oneemb-whole-file":
-            thread.join()
+            thread.join(60)
+            assert not thread.is_alive()
     first, second = whole_files_in(folder)
     assert served.version.identity in second.name
     assert served.version.name == "1" and same(served, job)

@@ -295,13 +295,16 @@ def test_a_sink_that_nobody_holds_ends_its_build(job):
     gate = Gate()
     make = Exact(gate)
     sink = made_sink(make)
-    publisher = publishing(job, sink)
+    publisher = publishing(job, sink, seconds=0.05)
     publisher.flush()
     due(job, publisher, sink)
     assert gate.reached.wait(60)
     followers = [thread for thread in threading.enumerate() if thread.name == "oneemb-follow"]
     del sink, publisher
     assert followers
+    for thread in followers:  # A call at work keeps the sink alive until the call ends.
+        thread.join(60)
+        assert not thread.is_alive()
     gate.open()
     wait_for_builds()
     assert make.adds == 1

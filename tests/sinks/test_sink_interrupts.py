@@ -60,7 +60,8 @@ def test_the_thread_at_work_closes_the_sink_of_a_close_that_was_interrupted(job,
     slow.goes_on.set()
     for thread in threading.enumerate():
         if thread.name == "oneemb-follow":
-            thread.join()
+            thread.join(60)
+            assert not thread.is_alive()
     with publishing(job, oneemb.sinks.Files(tmp_path / "sink", with_state=True)):
         pass
     assert read_files(tmp_path / "sink", "parquet") == ("v0", job.rows["v0"])
