@@ -31,11 +31,12 @@ def quantize_command(
     from oneemb.serving.build import find_snapshot, make_file
     from oneemb.storage.fs import absolute_path
     from oneemb.storage.snapshots.row_cap import RowCap
+    from oneemb.storage.snapshots.snapshot_looks import SnapshotLooks
 
     if os.path.exists(out) and not overwrite:
         raise FileExistsError(f"{out} exists; give overwrite=True to replace it, or another name")
     with progress_bar(as_json, "quantizing", "rows") as move:
-        found = find_snapshot([path, *shard], name)
+        found = find_snapshot(SnapshotLooks([path, *shard]), name)
         cap = None if max_rows is None else RowCap(max_rows)
         info = make_file(absolute_path(out), found, dtype, tables or None, threads=Threads(), progress=move, cap=cap)
     size = os.path.getsize(out)

@@ -40,7 +40,8 @@ from oneemb.storage.serving.served_writer import remove_unfinished_files, write_
 from oneemb.storage.snapshots.linked_rows import every_key
 from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.row_cap import KeysIn, RowCap
-from oneemb.storage.snapshots.snapshot_parts import FoundParts, PartedSnapshot, look_at
+from oneemb.storage.snapshots.snapshot_looks import SnapshotLooks
+from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 DTYPES = ("float32", "float16", "int8", "int4")
@@ -56,10 +57,10 @@ _TABLES_TEXT = 100  # most letters of a file's name that list tables
 
 
 class Source(NamedTuple):
-    """Folders with snapshots, the folder for served files, the dtype and tables of these files, the local copy of an
-    object store, if the snapshots come from one, and the cap of rows, if there is one."""
+    """Snapshots, the folder for served files, the dtype and tables of these files, the local copy of an object store,
+    if the snapshots come from one, and the cap of rows, if there is one."""
 
-    paths: list[str]
+    looks: SnapshotLooks
     folder: str
     dtype: str
     tables: tuple[int, ...] | None
@@ -69,7 +70,7 @@ class Source(NamedTuple):
     @property
     def name(self) -> str:
         """The place of the snapshots, in words."""
-        return ", ".join(self.paths) if self.stored is None else self.stored.url
+        return ", ".join(self.looks.paths) if self.stored is None else self.stored.url
 
     def pull(self, name: str | None, stop: Callable[[], bool] = lambda: False) -> None:
         """Pull the snapshot of this name, or the newest one, into the local copy, if there is one."""
@@ -103,7 +104,7 @@ def source_of(paths: list[str], folder: AnyPath | None, dtype: str, tables: tupl
             f"folder must be for served files alone, got {where}, the path of the table, whose writer holds the"
             f" lock that making a file needs; leave it out, and files are made in {paths[0]}/serving"
         )
-    return Source(paths, where, dtype, tables)
+    return Source(SnapshotLooks(paths), where, dtype, tables)
 
 
 def stored_source(store: ObjectStore, folder: AnyPath | None, dtype: str, tables: tuple[int, ...] | None) -> Source:
@@ -115,7 +116,7 @@ def stored_source(store: ObjectStore, folder: AnyPath | None, dtype: str, tables
         )
     where = served_folder(folder)
     rows = StoredCopy(store, os.path.join(where, "rows"))
-    return Source([rows.folder], where, dtype, tables, rows)
+    return Source(SnapshotLooks([rows.folder]), where, dtype, tables, rows)
 
 
 class Version(NamedTuple):
@@ -130,37 +131,33 @@ class _StoppedError(Exception):
     """Raised in a build whose result no reader wants any more."""
 
 
-def find_snapshot(paths: Sequence[str], name: str | None) -> PartedSnapshot:
+def find_snapshot(looks: SnapshotLooks, name: str | None) -> PartedSnapshot:
     """Snapshot with this name, or, without a name, the newest that can be read. StorageError if there is none."""
-    return look_at(paths).get(name) if name is not None else _find_newest(paths)[1]
-
-
-def _find_newest(paths: Sequence[str]) -> tuple[FoundParts, PartedSnapshot]:
-    """Snapshots at these paths, and the newest of them that can be read."""
-    found, newest = _newest(paths)
+    if name is not None:
+        return looks.look().get(name)
+    newest = _newest(looks)
     for _ in range(_LOOKS):
         # Between the listing and the reading the job may have deleted snapshots and saved newer ones.
-        former = newest
-        found, newest = _newest(paths)
-        if newest.info.identity == former.info.identity:
+        former, newest = newest, _newest(looks)
+        if newest.identity == former.identity:
             break
-    return found, newest
+    return newest
 
 
-def is_gone(paths: Sequence[str], served: Version) -> bool:
+def is_gone(looks: SnapshotLooks, served: Version) -> bool:
     """Whether a snapshot has been deleted or replaced. A snapshot that cannot be read, or lacks parts, is not gone."""
-    found = look_at(paths)
+    found = looks.look()
     left = found.leftovers()
     there = [part.info.identity for part in found.parts if part not in left]
     return served.identity not in there and not found.damaged_of(served.name)
 
 
-def _newest(paths: Sequence[str]) -> tuple[FoundParts, PartedSnapshot]:
-    found = look_at(paths)
+def _newest(looks: SnapshotLooks) -> PartedSnapshot:
+    found = looks.look()
     names = [one.name for one in found.snapshots() if not one.name.startswith(NOT_SAVED)]
     if not names:
-        raise SnapshotNotFoundError(f"no snapshot in {', '.join(paths)}; save one first")
-    return found, found.get(names[-1])
+        raise SnapshotNotFoundError(f"no snapshot in {', '.join(looks.paths)}; save one first")
+    return found.get(names[-1])
 
 
 def make_file(
@@ -186,7 +183,7 @@ def make_file(
         if not served or len(set(served)) < len(served) or not set(served) <= set(range(count)):
             raise ValueError(f"tables must be some of 0 to {count - 1}, each once, got {list(served)}")
         info = ServedInfo(
-            name, snapshot.info.identity, snapshot.sequence, format.dtype, weights, format.dim,
+            name, snapshot.identity, snapshot.sequence, format.dtype, weights, format.dim,
             row_bytes_of(weights, format.dim), 0, 0, count, served, (), (), embedding, 0.0, 0.0, "",
             max_rows=0 if cap is None else cap.max_rows,
         )  # fmt: skip
@@ -223,30 +220,24 @@ def open_snapshot(
         CorruptTableError: a file exists and is damaged.
     """
     failed, error, tries = "", None, 0
-    there: FoundParts | None
     while True:
         source.pull(name, stop)
         if stop():
             return None
         try:
-            if name is None:
-                there, found = _find_newest(source.paths)
-            else:
-                there, found = None, find_snapshot(source.paths, name)
+            found = find_snapshot(source.looks, name)
         except SnapshotNotFoundError:
             if source.stored is None or tries >= _LOOKS:
                 raise
             tries += 1  # Another process has removed the snapshot from the copy to which both pull.
             continue
         if served is not None and (
-            found.info.identity == served.identity
-            or found.sequence <= served.sequence
-            and not is_gone(source.paths, served)
+            found.identity == served.identity or found.sequence <= served.sequence and not is_gone(source.looks, served)
         ):
-            if there is not None and source.stored is None:  # An object store itself says which is the newest.
-                there.check_newest(found)
+            if name is None and source.stored is None:  # An object store itself says which is the newest.
+                source.looks.look().check_newest(found)
             return None
-        if error is not None and found.info.identity == failed:
+        if error is not None and found.identity == failed:
             if tries >= _LOOKS or not isinstance(error, SnapshotNotFoundError):
                 raise error
         compared = 0 if source.stored is None else source.stored.compared
@@ -255,16 +246,16 @@ def open_snapshot(
         except _StoppedError:
             return None
         except StorageError as raised:  # The job may have removed or replaced the snapshot meanwhile.
-            if source.stored is not None and source.stored.mend(found.info.identity, raised, compared):
+            if source.stored is not None and source.stored.mend(found.identity, raised, compared):
                 continue
-            failed, error, tries = found.info.identity, raised, tries + 1
+            failed, error, tries = found.identity, raised, tries + 1
 
 
 def _open_made(
     source: Source, snapshot: PartedSnapshot, threads: Threads, before: LayeredFile | None, stop: Callable[[], bool]
 ) -> LayeredFile:
     """Open served files of this snapshot, which are made if they do not exist."""
-    kind, identity = _kind(source), snapshot.info.identity
+    kind, identity = _kind(source), snapshot.identity
     made = files_of(identity, files_in(source.folder, kind))
     if made is not None:
         try:
@@ -303,7 +294,7 @@ def _make(
     made: list[VersionFile] = []
     new, damage = None, None
     try:
-        made, changes = rows_since(snapshot, files_in(source.folder, kind), source.paths, source.cap)
+        made, changes = rows_since(snapshot, files_in(source.folder, kind), source.looks, source.cap)
         if changes is not None:
             new = make_layer(
                 source.folder, kind, snapshot, made, changes, threads=threads, progress=progress, cap=source.cap,
@@ -332,10 +323,10 @@ def _make(
 def _make_whole(
     source: Source, kind: str, snapshot: PartedSnapshot, threads: Threads, progress: Progress
 ) -> VersionFile:  # fmt: skip
-    path = os.path.join(source.folder, file_name(snapshot.sequence, snapshot.info.identity, kind))
+    path = os.path.join(source.folder, file_name(snapshot.sequence, snapshot.identity, kind))
     if not os.path.exists(path):
         make_file(path, snapshot, source.dtype, source.tables, threads=threads, progress=progress, cap=source.cap)
-    return VersionFile(snapshot.sequence, snapshot.info.identity, "", path)
+    return VersionFile(snapshot.sequence, snapshot.identity, "", path)
 
 
 def make_whole(source: Source, served: Version, threads: Threads, stop: Callable[[], bool]) -> bool:
@@ -356,7 +347,7 @@ def make_whole(source: Source, served: Version, threads: Threads, stop: Callable
             lock.take()
         except BlockingIOError:
             return False
-        found = look_at(source.paths).get(served.name, served.identity, "the served version")
+        found = source.looks.look().get(served.name, served.identity, "the served version")
         _make_whole(source, _kind(source), found, threads, progress)
     except _StoppedError:
         return False
@@ -369,10 +360,10 @@ def _opened(
     files: list[VersionFile], snapshot: PartedSnapshot, threads: Threads, before: LayeredFile | None
 ) -> LayeredFile:
     opened = open_files(files, threads=threads, before=before)
-    if opened.info.identity != snapshot.info.identity:
+    if opened.info.identity != snapshot.identity:
         info = opened.base.info
         raise CorruptTableError(
-            f"{opened.path} must have identity {snapshot.info.identity!r} in its manifest, at offset"
+            f"{opened.path} must have identity {snapshot.identity!r} in its manifest, at offset"
             f" {info.manifest_begin}, got {opened.info.identity!r}: it was put there under another name; remove the"
             " file, and it is made again"
         )

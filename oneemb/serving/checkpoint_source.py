@@ -83,7 +83,7 @@ class FileSource:
 
     def has_lost(self, source: Source, served: Version) -> bool:
         """See `CheckpointSource`."""
-        return is_gone(source.paths, served)
+        return is_gone(source.looks, served)
 
 
 class StoredSource:

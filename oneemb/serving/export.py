@@ -39,6 +39,7 @@ from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.step_lock import between_steps
 from oneemb.storage.new_files import begin, remove_unfinished, replace_file
 from oneemb.storage.serving.served_file import ServedFile
+from oneemb.storage.snapshots.snapshot_looks import SnapshotLooks
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 from oneemb.training.scaling import scalers_of, set_apart
@@ -219,13 +220,13 @@ def _frozen(
 def _snapshot_of(embedding: TableEmbedding, name: str | None) -> Iterator[PartedSnapshot]:
     """Context of the snapshot to export. Without a name it is the newest if that holds the current rows, else a
     temporary one that is deleted afterwards."""
-    paths = list(embedding.store_options.persistent_path)
+    looks = SnapshotLooks(embedding.store_options.persistent_path)
     if name is not None:
-        yield find_snapshot(paths, name)
+        yield find_snapshot(looks, name)
         return
     if embedding.snapshots():
-        newest = find_snapshot(paths, None)
-        if embedding.holds({"oneemb_snapshot": newest.name, "oneemb_identity": newest.info.identity}):
+        newest = find_snapshot(looks, None)
+        if embedding.holds({"oneemb_snapshot": newest.name, "oneemb_identity": newest.identity}):
             yield newest
             return
     if not embedding.ranks.alone:
@@ -236,7 +237,7 @@ def _snapshot_of(embedding: TableEmbedding, name: str | None) -> Iterator[Parted
     store, own = embedding.store, f"{EXPORTED}{uuid.uuid4().hex[:8]}"
     try:
         store.snapshots.save(own, embedding.description())
-        yield find_snapshot(paths, own)
+        yield find_snapshot(looks, own)
     finally:
         with signals_deferred:
             if own in store.snapshots.names():

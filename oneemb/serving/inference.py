@@ -31,7 +31,6 @@ from oneemb.storage.objects.object_store import ObjectStore, is_url
 from oneemb.storage.serving.layered_file import LayeredFile
 from oneemb.storage.serving.served_file import ServedFile, is_served_file
 from oneemb.storage.snapshots.row_cap import RowCap
-from oneemb.storage.snapshots.snapshot_parts import look_at
 
 _CPU = torch.device("cpu")
 
@@ -288,7 +287,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
         if not isinstance(snapshot, str):
             raise TypeError(f"snapshot must be the name of a snapshot, got {type(snapshot).__name__} {snapshot!r}")
         source.pull(snapshot)
-        find_snapshot(source.paths, snapshot)  # An unknown name raises before the follower stops.
+        find_snapshot(source.looks, snapshot)  # An unknown name raises before the follower stops.
         with self._own_lock():
             self._stopped()
             self._choice = choice
@@ -346,7 +345,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
                 raise StorageError("the state dict was saved before the embedding had a row; train it, and save again")
             if identity != self.version.identity:
                 self._need_source().pull(name)
-                look_at(self._need_source().paths).get(name, identity, "the state dict")
+                self._need_source().looks.look().get(name, identity, "the state dict")
                 self.rollback(name)
         super()._load_from_state_dict({one: state_dict[one] for one in state_dict if one != key}, prefix, *args)
 

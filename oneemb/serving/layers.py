@@ -35,7 +35,8 @@ from oneemb.storage.snapshots.changed_rows import changed_rows
 from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.row_cap import Keys, KeysIn, RowCap, capped_changes
-from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot, look_at
+from oneemb.storage.snapshots.snapshot_looks import SnapshotLooks
+from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 Progress = Callable[[int, int | None], None]
@@ -93,7 +94,7 @@ def nearest_files(snapshot: PartedSnapshot, files: Sequence[VersionFile]) -> tup
     is taken, then the newest."""
     found: list[tuple[int, int, list[VersionFile]]] = []
     for n, link in enumerate((*snapshot.before, snapshot), 1):
-        made = files_of(link.info.identity, files)
+        made = files_of(link.identity, files)
         if made is not None:
             found.append((made[0].sequence, n, made))
     _, links, made = max(found, key=lambda one: one[:2], default=(0, 0, []))
@@ -101,11 +102,11 @@ def nearest_files(snapshot: PartedSnapshot, files: Sequence[VersionFile]) -> tup
 
 
 def rows_since(
-    snapshot: PartedSnapshot, files: Sequence[VersionFile], paths: Sequence[str], cap: RowCap | None
+    snapshot: PartedSnapshot, files: Sequence[VersionFile], looks: SnapshotLooks, cap: RowCap | None
 ) -> tuple[list[VersionFile], PartedSnapshot | LinkedRows | None]:
     """Files of the version from which a layer for a snapshot goes on, and the changes since that version. If a snapshot
     of the chain has files, the changes are the deltas after it. Else they are found by places of rows, since the newest
-    older version whose snapshot is in one of `paths`. Changes None = all rows must be read.
+    older version whose snapshot is still there. Changes None = all rows must be read.
 
     Raises:
         StorageError: files of a snapshot are damaged.
@@ -114,8 +115,8 @@ def rows_since(
     if made:
         return made, replace(snapshot, before=snapshot.before[links:])
     if cap is None:  # Which rows stay under a cap follows from deltas alone.
-        found = look_at(paths)
-        names = {one.info.identity: one.name for one in found.snapshots() if one.name not in found.broken()}
+        found = looks.look()
+        names = {one.identity: one.name for one in found.snapshots() if one.name not in found.broken()}
         for one in reversed(files):
             is_older = one.sequence < snapshot.sequence and one.identity in names
             if is_older and (made := files_of(one.identity, files) or []):
@@ -207,7 +208,7 @@ def make_layer(
             count += taken[-1].info.rows
         since = layers[-1].info.identity if layers else info.identity
         new = replace(
-            info, name=snapshot.name, identity=snapshot.info.identity, sequence=snapshot.sequence, since=since,
+            info, name=snapshot.name, identity=snapshot.identity, sequence=snapshot.sequence, since=since,
             tables=tuple(with_gone(info.tables, info.num_tables)),
             embedding=snapshot.info.meta.get("embedding") or {},
         )  # fmt: skip

@@ -40,7 +40,7 @@ class TableVersion(NamedTuple):
     @classmethod
     def of(cls, snapshot: PartedSnapshot) -> "TableVersion":
         """Version of a snapshot."""
-        chain = " ".join(link.info.identity for link in (*snapshot.before, snapshot))
+        chain = " ".join(link.identity for link in (*snapshot.before, snapshot))
         return cls.of_info(snapshot.info, hashlib.sha256(chain.encode()).hexdigest()[:32])
 
     @classmethod

@@ -1,8 +1,6 @@
 """Versions of a table in its folder: which of them a sink must still get, and in which form."""
 
-import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -15,11 +13,8 @@ from oneemb.storage.fs import is_damage
 from oneemb.storage.snapshots.changed_rows import changed_rows
 from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.row_cap import RowCap
-from oneemb.storage.snapshots.snapshot_parts import FoundParts, PartedSnapshot, folders_at, look_at
-
-_OLD_S = 2.0
-"""Least age, in seconds, of a folder's last change at which an equal time of change proves equal files: times of change
-are coarse."""
+from oneemb.storage.snapshots.snapshot_looks import SnapshotLooks
+from oneemb.storage.snapshots.snapshot_parts import FoundParts, PartedSnapshot
 
 
 class Versions:
@@ -32,20 +27,20 @@ class Versions:
     """
 
     def __init__(self, paths: Sequence[str], target: str | None = None, stored: StoredCopy | None = None):
-        self.paths = list(paths)
+        self._looks = SnapshotLooks(paths)
         self.target = target
         self._stored = stored
         self._lock = threading.Lock()
-        self._found: FoundParts | None = None
-        self._seen: object = None
+
+    @property
+    def paths(self) -> list[str]:
+        """Folders of the table."""
+        return self._looks.paths
 
     def look(self) -> FoundParts:
-        """Parts of snapshots in the folders. Files are read again only if a folder has changed."""
+        """Parts of snapshots in the folders, while no thread pulls. Only files that have changed are read again."""
         with self._lock:
-            seen, changed = self._times()
-            if self._found is None or self._seen != seen or time.time() - changed < _OLD_S:
-                self._found, self._seen = look_at(self.paths), seen
-            return self._found
+            return self._looks.look()
 
     def pull(self, stop: Callable[[], bool]) -> None:
         """Bring the snapshot to publish, with its ancestors, from the object store, if there is one. StorageError if
@@ -68,20 +63,15 @@ class Versions:
             newest = self.newest()  # waits for a `pull` of another thread
         except StorageError:
             return False  # `pull` mends snapshots whose descriptions are damaged.
-        if newest is None or version.identity not in [link.info.identity for link in (*newest.before, newest)]:
+        if newest is None or version.identity not in [link.identity for link in (*newest.before, newest)]:
             return False  # Another thread has pulled a newer snapshot and removed this one.
-        return self._stored.mend(newest.info.identity, error, compared)
-
-    def _times(self) -> tuple[object, float]:
-        folders = [f"{folder}/snapshots" for folder in folders_at(self.paths)]
-        times = [(folder, os.stat(folder).st_mtime_ns) for folder in folders]
-        return times, max((ns for _, ns in times), default=0) / 1e9
+        return self._stored.mend(newest.identity, error, compared)
 
     def has(self, version: TableVersion) -> bool:
         """Whether the snapshot of a version, and all its ancestors, are still there."""
-        found = look_at(self.paths)
+        found = self._looks.look()
         broken = found.broken()
-        return any(one.info.identity == version.identity for one in found.snapshots() if one.name not in broken)
+        return any(one.identity == version.identity for one in found.snapshots() if one.name not in broken)
 
     def newest(self) -> PartedSnapshot | None:
         """The newest snapshot, or the one that is the target; None = there is none yet.
@@ -140,7 +130,7 @@ class Versions:
             for damaged in self.look().damaged_of(shown.name):
                 raise damaged.error()  # The sink's version was not deleted: it stays.
         links = [*newest.before, newest]
-        known = [link.info.identity for link in links]
+        known = [link.identity for link in links]
         if shown.identity in known and not wants_whole:
             first = known.index(shown.identity) + 1
             chain = [replace(link, before=tuple(links[:n])) for n, link in enumerate(links)]
@@ -171,7 +161,7 @@ class Versions:
         cannot be read."""
         found = self.look()
         for one in found.snapshots():
-            if one.info.identity == shown.identity and one.name not in found.broken():
+            if one.identity == shown.identity and one.name not in found.broken():
                 return changed_rows(found.get(one.name), newest)
         for damaged in found.damaged_of(shown.name):
             raise damaged.error()

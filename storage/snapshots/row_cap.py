@@ -73,7 +73,7 @@ class RowCap:
             tables: numbers of the tables that share the cap; rows of other tables are left out. None = all.
         """
         links = (*snapshot.before, snapshot)
-        chain = (None if tables is None else tuple(tables), *(link.info.identity for link in links))
+        chain = (None if tables is None else tuple(tables), *(link.identity for link in links))
         keep = every_key if tables is None else _OfTables(tables)
         with self._lock:
             known, n = None, len(links)

@@ -15,7 +15,7 @@ Invariants:
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -114,6 +114,11 @@ class PartedSnapshot:
         return self.parts[0].whole.name
 
     @property
+    def identity(self) -> str:
+        """Identity of the whole snapshot, as in `info`."""
+        return self._filled[0].info.identity
+
+    @property
     def sequence(self) -> int:
         """Number greater than that of any snapshot that existed when this one was saved."""
         return max(part.info.sequence for part in self.parts)
@@ -122,9 +127,8 @@ class PartedSnapshot:
     def info(self) -> SnapshotInfo:
         """Description of the whole snapshot. The format is that of a part with rows, since a part without rows may not
         know the optimizer's state yet. Raises CorruptTableError if parts have rows of different formats."""
-        filled = [part for part in self.parts if part.info.rows] or [self.parts[0]]
-        first = filled[0].info
-        _check_kind(f"snapshot {self.name!r}", filled)
+        first = self._filled[0].info
+        _check_kind(f"snapshot {self.name!r}", self._filled)
         meta, delta = first.meta, Delta.of_meta(first.meta, first.name)
         if delta is not None:
             deltas = [Delta.of_meta(part.info.meta, part.info.name) or delta for part in self.parts]
@@ -135,6 +139,11 @@ class PartedSnapshot:
             bytes=sum(part.info.bytes for part in self.parts), created=self.parts[0].info.created,
             sequence=self.sequence,
         )  # fmt: skip
+
+    @property
+    def _filled(self) -> list[Part]:
+        """The parts with rows; the first part if there are none."""
+        return [part for part in self.parts if part.info.rows] or [self.parts[0]]
 
     def part_in(self, folder: str, shard: int, shards: int) -> Part | None:
         """The part that shard `shard` of `shards` has saved in `folder`. None if there is no such part, of this
@@ -173,6 +182,7 @@ class FoundParts:
 
     def __init__(self, parts: Sequence[Part], damaged: Sequence[Damaged], folders: Sequence[str]):
         self.parts, self.damaged, self.folders = parts, damaged, folders
+        self._chains: dict[str, PartedSnapshot] = {}
 
     @classmethod
     def together(cls, found: "Sequence[FoundParts]") -> "FoundParts":
@@ -218,13 +228,15 @@ class FoundParts:
         """
         whole = self._whole.get(name)
         if whole is not None:
-            if identity is not None and identity != whole.info.identity:
+            if identity is not None and identity != whole.identity:
                 raise OtherSnapshotError.named_by(named_by, name, identity, self._where, whole.info)
-            *before, last = chain_of(whole, self.snapshots, lambda one: one.parts[0].info)
-            if before:
-                filled = [part for link in (*before, last) for part in link.parts if part.info.rows]
-                _check_kind(f"snapshot {name!r}, with its parents,", filled)
-            return replace(last, before=tuple(before))
+            if name not in self._chains:
+                *before, last = chain_of(whole, self.snapshots, lambda one: one.parts[0].info)
+                if before:
+                    filled = [part for link in (*before, last) for part in link.parts if part.info.rows]
+                    _check_kind(f"snapshot {name!r}, with its parents,", filled)
+                self._chains[name] = replace(last, before=tuple(before))
+            return self._chains[name]
         for damaged in self.damaged_of(name):
             raise damaged.error()
         begin = f"{named_by} names a snapshot that is not there: " if named_by else ""
@@ -361,16 +373,22 @@ def leftover_text(part: Part) -> str:
     )
 
 
-def find_parts(folders: Sequence[str], fs: FileSystem | None = None) -> FoundParts:
+def _info(files: SnapshotFiles, name: str) -> SnapshotInfo:
+    return files.read(name).info
+
+
+def find_parts(
+    folders: Sequence[str], fs: FileSystem | None = None, read: Callable[[SnapshotFiles, str], SnapshotInfo] = _info
+) -> FoundParts:
     """Find the parts in the folders of tables. Takes no lock, so a writer may go on. Raises StorageError if a folder
-    cannot be listed."""
+    cannot be listed. `read`: returns the description of a snapshot."""
     fs = fs or LocalFileSystem()
     parts, damaged = [], []
     for folder in folders:
         files, marks = SnapshotFiles(fs, f"{folder}/snapshots"), marks_at(fs, folder)
         for name in files.names():
             try:
-                part = _part(folder, files.read(name).info, marks)
+                part = _part(folder, read(files, name), marks)
             except SnapshotNotFoundError:
                 continue  # A writer has removed the snapshot since it was listed.
             except StorageError as error:
@@ -390,16 +408,18 @@ def _written_at(path: str) -> float:
         return 0.0
 
 
-def look_at(paths: Iterable[str], fs: FileSystem | None = None) -> FoundParts:
+def look_at(
+    paths: Iterable[str], fs: FileSystem | None = None, read: Callable[[SnapshotFiles, str], SnapshotInfo] = _info
+) -> FoundParts:
     """Find the parts at paths that a running job may use. Raises StorageError if a path has no table, or a folder
-    cannot be listed."""
+    cannot be listed. `read`: as for `find_parts`."""
     paths = list(paths)
     folders = folders_at(paths)
     for path in paths:
         if not folders_at([path]):
             need_table(fs or LocalFileSystem(), path)
     for _ in range(_LOOKS):
-        found = find_parts(folders, fs)
+        found = find_parts(folders, fs, read)
         if not found.incomplete():
             break  # Otherwise the job may have saved or deleted a snapshot while folders were read.
     return found

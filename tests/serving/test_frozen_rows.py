@@ -13,6 +13,7 @@ from oneemb.serving.frozen_rows import FrozenRows
 from oneemb.serving.initial import InitialValues
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.serving.served_file import ServedFile
+from oneemb.storage.snapshots.snapshot_looks import SnapshotLooks
 
 EXTREMES = [-(2**63), -(2**63) + 1, -(2**32), -1, 0, 1, 2**32, 2**62, 2**63 - 1]
 DYNAMIC = {0: torch.export.Dim.DYNAMIC}
@@ -20,7 +21,7 @@ DYNAMIC = {0: torch.export.Dim.DYNAMIC}
 
 def served(folder, dtype="float32", name=None):
     path = str(folder / f"{dtype}-{name}.serving")
-    make_file(path, find_snapshot([str(folder)], name), dtype, None, threads=Threads(1))
+    make_file(path, find_snapshot(SnapshotLooks([str(folder)]), name), dtype, None, threads=Threads(1))
     return ServedFile(path, threads=Threads(1))
 
 

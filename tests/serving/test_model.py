@@ -528,11 +528,11 @@ def test_a_snapshot_that_a_job_deletes_while_it_is_read_gives_way_to_the_next_ch
     with serve(stamped) as served:
         find = build.find_snapshot
 
-        def find_late(paths, name):
+        def find_late(looks, name):
             if stamped.saves == 2:
                 stamped.save()
                 stamped.model.rows.delete_snapshot(name)
-            return find(paths, name)
+            return find(looks, name)
 
         monkeypatch.setattr(build, "find_snapshot", find_late)
         stamped.save()

@@ -3,7 +3,8 @@
 import torch
 
 import oneemb
-from oneemb.serving import build
+from oneemb.storage.snapshots.snapshot_looks import SnapshotLooks
+from oneemb.storage.snapshots.snapshot_parts import look_at
 
 
 def test_a_look_that_the_job_has_overtaken_is_made_again(tmp_path, monkeypatch):
@@ -13,9 +14,9 @@ def test_a_look_that_the_job_has_overtaken_is_made_again(tmp_path, monkeypatch):
     )  # fmt: skip
     embedding(torch.arange(5))
     embedding.save_snapshot("kept")
-    real, overtaken = build.look_at, [build.look_at([str(tmp_path)])]  # all that is newer was deleted meanwhile
+    look, overtaken = SnapshotLooks.look, [look_at([str(tmp_path)])]  # all that is newer was deleted meanwhile
     embedding.save_snapshot("newest")
-    monkeypatch.setattr(build, "look_at", lambda paths: overtaken.pop() if overtaken else real(paths))
+    monkeypatch.setattr(SnapshotLooks, "look", lambda looks: overtaken.pop() if overtaken else look(looks))
     served = oneemb.InferenceEmbedding.open(str(tmp_path))
     assert served.version.name == "newest"
     served.close()
