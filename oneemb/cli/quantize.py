@@ -28,7 +28,7 @@ def quantize_command(
     the file. The printed error compares weights in the file with the trained weights.
     """
     from oneemb.kernels.threads import Threads
-    from oneemb.serving.build import find_snapshot, make_file
+    from oneemb.serving.build import find_snapshot, make_file, tell_unread
     from oneemb.storage.fs import absolute_path
     from oneemb.storage.snapshots.row_cap import RowCap
     from oneemb.storage.snapshots.snapshot_looks import SnapshotLooks
@@ -36,7 +36,11 @@ def quantize_command(
     if os.path.exists(out) and not overwrite:
         raise FileExistsError(f"{out} exists; give overwrite=True to replace it, or another name")
     with progress_bar(as_json, "quantizing", "rows") as move:
-        found = find_snapshot(SnapshotLooks([path, *shard]), name)
+        looks = SnapshotLooks([path, *shard])
+        found = find_snapshot(looks, name)
+        if name is None:
+            text = f"{found.name!r} is the newest snapshot that can be read"
+            tell_unread(looks, found, lambda error: click.echo(f"{text}: {error}", err=True))
         cap = None if max_rows is None else RowCap(max_rows)
         info = make_file(absolute_path(out), found, dtype, tables or None, threads=Threads(), progress=move, cap=cap)
     size = os.path.getsize(out)

@@ -206,6 +206,7 @@ def open_snapshot(
     served: Version | None = None,
     before: LayeredFile | None = None,
     stop: Callable[[], bool] = lambda: False,
+    unread: Callable[[StorageError], None] = lambda error: None,
 ) -> LayeredFile | None:
     """Open served files of the named snapshot, or of the newest; the call makes them if they do not exist.
 
@@ -214,9 +215,12 @@ def open_snapshot(
             this one is gone.
         before: open files of the snapshot that is served now, with which the result shares memory.
         stop: called from time to time; once it returns True, the call stops and returns None.
+        unread: called with the error of a snapshot that cannot be read, if the newest that can be read is served
+            although the other is, or may be, newer.
 
     Raises:
-        ValueError, StorageError: same as `make_file`.
+        ValueError, StorageError: same as `make_file`; or, with `served`, a snapshot that cannot be read is newer than
+            all others.
         CorruptTableError: a file exists and is damaged.
     """
     failed, error, tries = "", None, 0
@@ -235,20 +239,35 @@ def open_snapshot(
             found.identity == served.identity or found.sequence <= served.sequence and not is_gone(source.looks, served)
         ):
             if name is None and source.stored is None:  # An object store itself says which is the newest.
-                source.looks.look().check_newest(found)
+                tell_unread(source.looks, found, unread, raises=True)
             return None
         if error is not None and found.identity == failed:
             if tries >= _LOOKS or not isinstance(error, SnapshotNotFoundError):
                 raise error
         compared = 0 if source.stored is None else source.stored.compared
         try:
-            return _open_made(source, found, threads, before, stop)
+            made = _open_made(source, found, threads, before, stop)
+            if name is None and source.stored is None:
+                tell_unread(source.looks, found, unread)
+            return made
         except _StoppedError:
             return None
         except StorageError as raised:  # The job may have removed or replaced the snapshot meanwhile.
             if source.stored is not None and source.stored.mend(found.identity, raised, compared):
                 continue
             failed, error, tries = found.identity, raised, tries + 1
+
+
+def tell_unread(
+    looks: SnapshotLooks, newest: PartedSnapshot, unread: Callable[[StorageError], None], *, raises: bool = False
+) -> None:
+    """Call `unread` with the error of a snapshot that cannot be read and is, or may be, newer than `newest`. `raises`:
+    whether the error is raised if the snapshot is newer for sure."""
+    error, is_sure = looks.look().unread_after(newest)
+    if error is not None:
+        if raises and is_sure:
+            raise error
+        unread(error)
 
 
 def _open_made(

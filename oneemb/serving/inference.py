@@ -7,6 +7,7 @@ Invariants:
 - rows served as trained have the same bits as in `EvalGraph` and in lookups in eval mode.
 """
 
+import logging
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Never, Self
@@ -31,6 +32,8 @@ from oneemb.storage.objects.object_store import ObjectStore, is_url
 from oneemb.storage.serving.layered_file import LayeredFile
 from oneemb.storage.serving.served_file import ServedFile, is_served_file
 from oneemb.storage.snapshots.row_cap import RowCap
+
+_log = logging.getLogger("oneemb")
 
 _CPU = torch.device("cpu")
 
@@ -76,7 +79,8 @@ class InferenceEmbedding(Following, torch.nn.Module):
             path: the persistent path of the training job, or the paths of its ranks; or a file that `oneemb quantize`
                 has made, which fixes snapshot, dtype, tables and `max_rows`; or a URL to which `oneemb push` has
                 pushed, such as `s3://bucket/items`, or `<url>.rows/<embedding>` of a `graph.save(url)`.
-            snapshot: name of the snapshot; None = the newest.
+            snapshot: name of the snapshot; None = the newest that can be read. If a newer one cannot be read, `error`
+                and the log say so.
             dtype: dtype of the weights in the file, as text or torch's: "float32" = the weights as trained, bit for
                 bit. Lookups give float32 for the other formats.
             tables: numbers of the served tables, in the order of columns of ids; None = all.
@@ -104,6 +108,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
             got = f"{type(snapshot).__name__} {snapshot!r}"
             raise TypeError(f"snapshot must be the name of a snapshot, or None for the newest, got {got}")
         source, chosen = None, None if tables is None else _numbers(tables)
+        unread: list[StorageError] = []
         cap = None if max_rows is None else RowCap(max_rows)
         if len(paths) == 1 and is_served_file(paths[0]):
             file: ServedFile | LayeredFile = ServedFile(paths[0], threads=threads)
@@ -125,12 +130,14 @@ class InferenceEmbedding(Following, torch.nn.Module):
             else:
                 source = source_of(paths, folder, served_dtype, chosen)
             source = source._replace(cap=cap)
-            opened = open_snapshot(source, snapshot, threads=threads)
+            opened = open_snapshot(source, snapshot, threads=threads, unread=unread.append)
             assert opened is not None  # without `stop` and `served` there is always a file
             file = opened
         if verify:
             file.verify()
-        return cls(file, source, absent, threads)
+        served = cls(file, source, absent, threads)
+        served._set_error(unread)
+        return served
 
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
@@ -262,17 +269,26 @@ class InferenceEmbedding(Following, torch.nn.Module):
 
     def _load_newer(self, stop: Callable[[], bool]) -> bool:
         source, choice, now = self._need_source(), self._choice, self._version_now()
+        unread: list[StorageError] = []
         try:
             file = open_snapshot(
-                source, None, threads=self._threads, served=now.version, before=now.layered, stop=stop
+                source, None, threads=self._threads, served=now.version, before=now.layered, stop=stop,
+                unread=unread.append,
             )  # fmt: skip
             taken = file is not None and not stop() and self._take(file, choice, now)
         except Exception as error:
             self.error = error
             raise
         if not stop():
-            self.error = None
+            self._set_error(unread)
         return taken
+
+    def _set_error(self, unread: Sequence[StorageError]) -> None:
+        """Keep the error of a snapshot that cannot be read and is, or may be, newer than the one that is served; log
+        the error, unless the attempt before has met it. Empty = there is none."""
+        told, self.error = str(self.error), next(iter(unread), None)
+        if self.error is not None and str(self.error) != told:
+            _log.warning("%s is not served, %r is: %s", self._what, self.version.name, self.error)
 
     def rollback(self, snapshot: str) -> None:
         """Serve the named snapshot, older or newer, and stop following until `follow` is called again. If another

@@ -40,6 +40,9 @@ class SinkStats(TypedDict):
     """Versions among them that were given as all rows."""
     damaged: int
     """Versions among these whose changes could not be read, since files of an older snapshot are damaged."""
+    unread: str | None
+    """Error of a snapshot that cannot be read and may be newer than the sink's version, since its file does not say when
+    it was saved; None = there is none."""
     errors: int
     """Calls that have failed."""
     error: str | None
@@ -60,6 +63,7 @@ class Delivery:
         self._lock, self._closed = threading.Lock(), False
         self._shown: TableVersion | None = None
         self._count = {"versions": 0, "rows": 0, "wholes": 0, "damaged": 0, "errors": 0}
+        self._unread: StorageError | None = None
         self.error: BaseException | None = None
         """Error of the last call of `run`; None = the sink showed the newest version."""
 
@@ -126,7 +130,9 @@ class Delivery:
                     self.sink.name, changes.version.name, changes.damage,
                 )  # fmt: skip
         if not stop():
-            self._versions.check_newest()
+            told, self._unread = self._unread, self._versions.unread()
+            if self._unread is not None and str(self._unread) != str(told):
+                _log.warning("%s may not have got the newest version: %s", self.sink.name, self._unread)
 
     def _pending(self, stop: Callable[[], bool]) -> list[Changes]:
         self._shown = self.sink.version()
@@ -158,6 +164,7 @@ class Delivery:
             "rows": self._count["rows"],
             "wholes": self._count["wholes"],
             "damaged": self._count["damaged"],
+            "unread": None if self._unread is None else str(self._unread),
             "errors": self._count["errors"],
             "error": None if error is None else f"{type(error).__name__}: {error}",
         }

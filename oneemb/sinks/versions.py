@@ -86,12 +86,15 @@ class Versions:
         names = [one.name for one in found.snapshots() if not one.name.startswith(NOT_SAVED)]
         return found.get(names[-1]) if names else None
 
-    def check_newest(self) -> None:
-        """Raise CorruptTableError or FormatVersionError if a snapshot that cannot be read is newer than the newest that
-        can be. An object store itself says which is the newest, and `pull` brings it."""
+    def unread(self) -> StorageError | None:
+        """Error of a snapshot that cannot be read and may be newer than the newest that can be; None = there is none.
+        CorruptTableError or FormatVersionError if it is newer for sure. An object store itself says which is the
+        newest, and `pull` brings it."""
         newest = self.newest() if self.target is None and self._stored is None else None
-        if newest is not None:
-            self.look().check_newest(newest)
+        error, is_sure = (None, False) if newest is None else self.look().unread_after(newest)
+        if error is not None and is_sure:
+            raise error
+        return error
 
     def changes(
         self, shown: TableVersion | None, *, wants_whole: bool, when_behind: str, stop: Callable[[], bool],

@@ -164,17 +164,25 @@ class PartedSnapshot:
 @dataclass(frozen=True)
 class Damaged:
     """A table's snapshot that cannot be read. `reason`: text of the error; `newer`: whether a later release wrote it;
-    `written`: time of the file's last change, in seconds since 1970."""
+    `saved`: (sequence, time) of the save, as the file says; None = these bytes cannot be read either."""
 
     folder: str
     name: str
     reason: str
     newer: bool
-    written: float
+    saved: tuple[int, float] | None
 
     def error(self) -> StorageError:
         """A new error, of the class and with the text of the one that reading the file has raised."""
         return (FormatVersionError if self.newer else CorruptTableError)(self.reason)
+
+    def is_after(self, snapshot: PartedSnapshot) -> bool | None:
+        """Whether this snapshot was saved after another one; None = unknown. A time of the file would not tell: copies
+        of folders change it."""
+        if self.saved is None:
+            return None
+        sequence, created = (a > b for a, b in zip(self.saved, (snapshot.sequence, snapshot.info.created), strict=True))
+        return sequence if sequence == created else None  # Of two numbers that disagree, one is damaged.
 
 
 class FoundParts:
@@ -297,13 +305,15 @@ class FoundParts:
         parts = [part for part in self.parts_of(name) if (part.folder, part.info.name) not in leftovers]
         return list(dict.fromkeys([part.folder for part in parts] + [one.folder for one in self.damaged_of(name)]))
 
-    def check_newest(self, newest: PartedSnapshot) -> None:
-        """Raise CorruptTableError or FormatVersionError if a snapshot that cannot be read was saved after `newest`, the
-        newest one that can be read. Its description does not say when it was saved; the last change of its file does.
-        """
-        later = [one for one in self.damaged if one.written > newest.info.created]
-        if later:
-            raise max(later, key=lambda one: one.written).error()
+    def unread_after(self, newest: PartedSnapshot) -> tuple[StorageError | None, bool]:
+        """(error of a snapshot that cannot be read and was, or may have been, saved after `newest`, whether it was);
+        (None, False) = there is none."""
+        after = [(one.is_after(newest), one) for one in self.damaged]
+        for sure in (True, None):
+            for found, one in after:
+                if found is sure:
+                    return one.error(), bool(sure)
+        return None, False
 
     def damage(self) -> dict[str, str]:
         """{name of a damaged snapshot file: what is wrong with it, in every folder that has such a file}."""
@@ -392,20 +402,12 @@ def find_parts(
             except SnapshotNotFoundError:
                 continue  # A writer has removed the snapshot since it was listed.
             except StorageError as error:
-                is_newer, written = isinstance(error, FormatVersionError), _written_at(files.path(name))
-                damaged.append(Damaged(folder, name, str(error), is_newer, written))
+                is_newer = isinstance(error, FormatVersionError)
+                damaged.append(Damaged(folder, name, str(error), is_newer, files.saved(name)))
                 continue
             if part is not None:
                 parts.append(part)
     return FoundParts(parts, damaged, folders)
-
-
-def _written_at(path: str) -> float:
-    """Time of a file's last change, in seconds since 1970; 0.0 if the file has been removed."""
-    try:
-        return os.path.getmtime(path)
-    except OSError:
-        return 0.0
 
 
 def look_at(

@@ -8,6 +8,7 @@ file has.
 """
 
 import math
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ _SUM = struct.Struct("<Q")
 _NAME_BYTES_MAX = 200
 _READ_BYTES = 1 << 20
 _FILE_BYTES_MAX = 1 << 48
+_SAVED = re.compile(rb'"sequence": ?(\d{1,18}), ?"created": ?(\d{1,12}(?:\.\d{1,12})?),')
+"""Two fields of a manifest. Quotes in texts are escaped, so no text has these bytes."""
 
 
 class SnapshotFiles:
@@ -103,6 +106,16 @@ class SnapshotFiles:
         for array in record.arrays:
             self.read_array(record, array)
         return record
+
+    def saved(self, name: str) -> tuple[int, float] | None:
+        """(sequence, time) of the save of a snapshot that `read` cannot read, as its bytes say, which no checksum
+        holds; None = they do not say."""
+        try:
+            with self._opened(self.path(name), name) as file:
+                found = _SAVED.search(self._bytes(file, 0, _READ_BYTES))
+        except StorageError:
+            return None
+        return None if found is None else (int(found[1]), float(found[2]))
 
     @contextmanager
     def _opened(self, path: str, name: str) -> Iterator[int]:

@@ -3,10 +3,12 @@ that names the file, and the version before stays. The oracle is a dict of rows 
 
 import errno
 import os
+import shutil
 import threading
 import uuid
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -69,6 +71,10 @@ class Shown:
             return None
         self._publisher.show(None)
         return self._publisher.stats().popitem()[1]["damaged"]
+
+    def unread(self):
+        """The figure of a snapshot that cannot be read and may be newer."""
+        return self._place.served.error if self.is_server else self._publisher.stats().popitem()[1]["unread"]
 
     def check(self, name):
         self._place.check(self._job, name)
@@ -190,6 +196,46 @@ def test_a_version_that_is_shown_stays_though_its_snapshot_is_damaged_since(kind
             shown.bring()
         shown.check("v2")
     shown.bring()
+    shown.close()
+
+
+def test_open_without_a_name_says_that_a_newer_snapshot_cannot_be_read(job, tmp_path, caplog):
+    path = file_of(job, "v2", "snapshot")
+    with flipped(path, 0.0):
+        served = oneemb.InferenceEmbedding.open(job.folder, absent="zeros", folder=tmp_path)
+        check_served(served, job, "v1")
+        assert str(path) in str(served.error)
+        assert [str(path) in record.message and "'v1'" in record.message for record in caplog.records] == [True]
+        with pytest.raises(oneemb.CorruptTableError, match="v2.snapshot"):
+            served.refresh()
+    assert served.refresh() and served.error is None
+    check_served(served, job, "v2")
+    served.close()
+    with flipped(file_of(job, "v1", "snapshot"), 0.0):
+        served = oneemb.InferenceEmbedding.open(job.folder, absent="zeros", folder=tmp_path)
+        assert served.version.name == "v2" and served.error is None and len(caplog.records) == 1
+        served.close()
+
+
+@pytest.mark.parametrize("kind", ["parquet", "server"])
+@pytest.mark.parametrize("left", ["all but one byte", "nothing"])
+def test_a_damaged_older_snapshot_of_a_copied_folder_is_no_error_of_each_look(kind, left, job, tmp_path, caplog):
+    copied = SimpleNamespace(folder=str(tmp_path / "job"), rows=job.rows)
+    shutil.copytree(job.folder, copied.folder)
+    shown, path = Shown(kind, copied, tmp_path / kind, None), file_of(copied, "v1", "snapshot")
+    shown.bring()
+    with ExitStack() as stack:
+        if left == "nothing":
+            path.write_bytes(b"")
+        else:
+            stack.enter_context(flipped(path, 0.0))
+        os.utime(path)  # The damaged file has the latest time of all.
+        for _ in range(3):
+            shown.bring()
+            shown.check("v2")
+        told = [record.message for record in caplog.records if str(path) in record.message]
+        assert len(told) == (left == "nothing")
+        assert (str(path) in str(shown.unread())) == (left == "nothing")
     shown.close()
 
 
