@@ -2,8 +2,8 @@
 
 Invariants:
 - a snapshot is in the copy completely or not at all;
-- readers of the copy go on while a newer snapshot is pulled; while a damaged copy is replaced, a reader may fail, and
-  `mend` tells it to read again;
+- readers of the copy go on while a newer snapshot is pulled, or while another process replaces damaged files of the
+  copy; `mend` tells a reader that has met damage to read again;
 - whether there is a newer snapshot follows from one object, `newest.json`; nothing is listed;
 - only chunks that the copy lacks are downloaded, and the description of a part is read once.
 """

@@ -91,8 +91,8 @@ def pull_from(
         verify: compare every byte of the target with its checksum at the end.
         known: as for `parts_in`.
         is_damaged: whether files of `folder` are damaged. Then all its files are compared with the store's checksums,
-            pieces that differ are downloaded, and the snapshots of these names take the place of all that was there;
-            a reader of `folder` may fail meanwhile.
+            pieces that differ are downloaded, and each file takes the place of the one that was there, so a reader of
+            `folder` finds every file whole meanwhile.
         stop: called from time to time; once it returns True, the call raises PullStoppedError when the calls of the
             store that are at work have ended. The next pull goes on from there.
     """
@@ -106,17 +106,31 @@ def pull_from(
     new, result = f"{folder}.pull", PullResult()
     with Pull(store, new, progressed, compares=is_damaged) as work:
         work.run(parts, {part.folder: f"{folder}/{part.folder}" for part in parts})
-        if is_damaged:
-            with doing("remove", folder), suppress(FileNotFoundError):
-                shutil.rmtree(folder)
         if parts:
-            copied = backup_folder(new, folder, link=has_links(new), verify=verify)
+            link = has_links(new)
+            if is_damaged:
+                _replace_files(new, folder, sorted({part.folder for part in parts}), link)
+            copied = backup_folder(new, folder, link=link, verify=verify)
             if copied.incomplete:
                 raise CorruptTableError(f"{new}: {next(iter(copied.incomplete.values()))}")
             result = PullResult(copied.snapshots, copied.copied, work.bytes_downloaded)
         with doing("remove", new):
             _remove(new)
     return result
+
+
+def _replace_files(new: str, folder: str, tables: Sequence[str], link: bool) -> None:
+    """Replace the files of these tables in `folder` by those of the pull, one by one; files of chunks come first.
+    Snapshots that `folder` does not have are left to the backup."""
+    for table, name in itertools.product(tables, ("chunks", "snapshots")):
+        there = f"{folder}/{table}/{name}"
+        for file in os.listdir(f"{new}/{table}/{name}") if os.path.isdir(there) else ():
+            if name == "chunks" or os.path.exists(f"{there}/{file}"):
+                with doing("replace", f"{there}/{file}"):
+                    with suppress(FileNotFoundError):
+                        os.remove(f"{there}/{file}.tmp")
+                    (os.link if link else shutil.copyfile)(f"{new}/{table}/{name}/{file}", f"{there}/{file}.tmp")
+                    os.replace(f"{there}/{file}.tmp", f"{there}/{file}")
 
 
 def _check_wanted(stop: Callable[[], bool]) -> None:

@@ -17,8 +17,9 @@ import torch
 import oneemb
 from oneemb.serving.stored_rows import StoredCopy
 from oneemb.sinks import Changes
-from oneemb.storage.objects import push
+from oneemb.storage.objects import pull, push
 from oneemb.storage.objects.object_store import ObjectStore
+from oneemb.storage.snapshots.snapshot_parts import look_at
 from oneemb.storage.table.chunk_files import chunk_paths
 from oneemb.storage.table.snapshot_reader import SnapshotReader
 from tests.support.published import Job, Place, publishing
@@ -317,6 +318,43 @@ def test_two_sinks_that_meet_damage_of_a_copy_at_one_time_get_no_error(job, tmp_
         publisher.flush()
         assert [(one["errors"], one["versions"]) for one in publisher.stats().values()] == [(0, 1)] * 2
     assert path.read_bytes() == data
+
+
+def test_a_process_that_mends_a_copy_is_no_error_of_others_that_read_it(job, tmp_path, monkeypatch):
+    url, folder = f"memory://{uuid.uuid4().hex}/items", str(tmp_path / "copy")
+    push.push(job.folder, url, ["v1"])
+    first, second = (StoredCopy(ObjectStore(url), folder) for _ in range(2))  # of two processes
+    first.pull(None, lambda: False)
+    identity = look_at([folder]).get("v1").info.identity
+    for path in Path(folder).rglob("*.rows"):
+        data = path.read_bytes()
+        path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+
+    def rows():
+        changes = Changes(look_at([folder]).get("v1"), True)
+        return {
+            (table, id): row.tobytes()
+            for batch in changes.batches()
+            for table, id, row in zip(batch.table_N.tolist(), batch.id_N.tolist(), batch.weight_ND, strict=True)
+        }
+
+    with pytest.raises(oneemb.CorruptTableError) as raised:
+        rows()
+    assert first.mend(identity, raised.value, 0) and second.mend(identity, raised.value, 0)
+    first.pull(None, lambda: False)
+    assert rows() == job.rows["v1"]
+    replace, read = os.replace, []
+
+    def replaced(*paths):
+        """The other process reads between any two files that this one replaces."""
+        replace(*paths)
+        read.append(rows())
+
+    backup = pull.backup_folder
+    monkeypatch.setattr(os, "replace", replaced)
+    monkeypatch.setattr(pull, "backup_folder", lambda *args, **options: read.append(rows()) or backup(*args, **options))
+    second.pull(None, lambda: False)
+    assert len(read) > 1 and all(one == job.rows["v1"] for one in read)
 
 
 def test_damage_that_the_object_store_has_too_is_an_error_after_one_try(job, tmp_path, monkeypatch):
