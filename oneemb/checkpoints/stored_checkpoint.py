@@ -70,7 +70,11 @@ class StoredCheckpoint:
 
     def rows_of(self, embedding: str) -> ObjectStore:
         """Store of the snapshots of an embedding, by its name in the graph."""
-        return ObjectStore(f"{self.url}.rows/{quote(embedding, safe='') or '%'}")
+        return ObjectStore(f"{self.url}.rows/{quote(embedding, safe='') or '%'}", calls=self._store.calls)
+
+    def late_call(self, seconds: float) -> str | None:
+        """The call of the store that began `seconds` ago or earlier, in words; None = there is none."""
+        return self._store.calls.late(seconds)
 
     def read(self) -> bytes:
         """Bytes of the checkpoint. FileNotFoundError if there is none."""

@@ -53,6 +53,9 @@ class CheckpointSource(Protocol):
             name: name of the embedding in the module.
         """
 
+    def late_call(self, seconds: float) -> str | None:
+        """The call of an object store that began `seconds` ago or earlier, in words; None = there is none."""
+
     def has_lost(self, source: Source, served: Version) -> bool:
         """Whether a snapshot that serves was deleted or replaced at its source."""
 
@@ -84,6 +87,10 @@ class FileSource:
     def has_lost(self, source: Source, served: Version) -> bool:
         """See `CheckpointSource`."""
         return is_gone(source.looks, served)
+
+    def late_call(self, seconds: float) -> str | None:
+        """See `CheckpointSource`."""
+        return None
 
 
 class StoredSource:
@@ -128,6 +135,10 @@ class StoredSource:
     def has_lost(self, source: Source, served: Version) -> bool:
         """See `CheckpointSource`."""
         return source.stored is not None and not source.stored.is_offered(served.name, served.identity)
+
+    def late_call(self, seconds: float) -> str | None:
+        """See `CheckpointSource`."""
+        return self._stored.late_call(seconds)
 
 
 def checkpoint_source(path: AnyPath, folder: AnyPath | None) -> CheckpointSource:

@@ -10,6 +10,10 @@ from typing import Any, Self
 
 _log = logging.getLogger("oneemb")
 
+_LOOK_S = 0.05
+_LATE_S = 10.0
+"""Age of a call of an object store, in seconds, from which a close does not wait for it."""
+
 
 class Following:
     """Base of objects that follow newer versions. A class defines `_load_newer`, `_check_open`, `close` and `_what`.
@@ -42,6 +46,10 @@ class Following:
         except Exception as error:
             if str(error) != told and not stop():
                 _log.warning("%s is not served: %s: %s", self._what, type(error).__name__, error)
+
+    def _late_call(self, seconds: float) -> str | None:
+        """The call of an object store that began `seconds` ago or earlier, in words; None = there is none."""
+        return None
 
     def _check_open(self) -> None:
         """Raise StorageError if the object is closed."""
@@ -89,14 +97,14 @@ class Following:
             self._follower = Follower(self._refresh, seconds)
             self._follower.start()
         if former is not None:
-            former.close()
+            former.close(self._late_call)
 
     def unfollow(self) -> None:
         """Stop following; the current version is still served."""
         with self._own_lock():
             follower = self._stopped()
         if follower is not None:
-            follower.close()
+            follower.close(self._late_call)
 
     def _stopped(self) -> "Follower | None":
         """Stop the follower and return it. The caller has the lock."""
@@ -170,8 +178,21 @@ class Follower:
         if not self.is_of_parent:  # The thread may have held the event's lock at the fork.
             self.ends.set()
 
-    def close(self) -> None:
-        """Stop, and wait until the thread has ended."""
+    def close(self, late_call: Callable[[float], str | None] = lambda seconds: None) -> None:
+        """Stop, and wait until the thread has ended.
+
+        Args:
+            late_call: returns the call of an object store that began so many seconds ago, in words. If there is one,
+                the wait ends with a warning, and the thread is left: it ends with its call, or with the program.
+        """
         self.stop()
-        if not self.is_of_parent and self.thread.is_alive() and self.thread is not threading.current_thread():
-            self.thread.join()
+        if self.is_of_parent or self.thread is threading.current_thread():
+            return
+        while self.thread.is_alive():
+            self.thread.join(_LOOK_S)
+            if self.thread.is_alive() and (call := late_call(_LATE_S)) is not None:
+                _log.warning(
+                    "a thread is left at work, since the object store has not answered for %g s: %s; set timeouts in"
+                    " the file system of fsspec", _LATE_S, call,
+                )  # fmt: skip
+                return

@@ -345,6 +345,10 @@ class InferenceEmbedding(Following, torch.nn.Module):
         self._need_source()
         super().follow(seconds)
 
+    def _late_call(self, seconds: float) -> str | None:
+        stored = None if self._source is None else self._source.stored
+        return None if stored is None else stored.late_call(seconds)
+
     def unfollow(self) -> None:
         """Stop following; the current version is still served."""
         super().unfollow()

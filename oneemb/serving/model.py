@@ -289,6 +289,9 @@ class ServedModel(Following):
             )
         return file
 
+    def _late_call(self, seconds: float) -> str | None:
+        return self._source.late_call(seconds)
+
     def unfollow(self) -> None:
         """Stop following; the current version still serves."""
         super().unfollow()

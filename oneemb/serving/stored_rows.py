@@ -108,6 +108,10 @@ class StoredCopy:
         self._damaged = self._mended = identity
         return True
 
+    def late_call(self, seconds: float) -> str | None:
+        """The call of the store that began `seconds` ago or earlier, in words; None = there is none."""
+        return self._store.calls.late(seconds)
+
     def is_offered(self, name: str, identity: str) -> bool:
         """Whether the store has the snapshot of this name and identity."""
         return has_snapshot(self._store, name, identity)

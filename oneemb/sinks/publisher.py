@@ -191,7 +191,8 @@ class Publisher:
 
     def close(self) -> None:
         """Stop, without waiting for newer versions, and close the sinks. If the call is interrupted while it waits for
-        sinks at work, each is closed by its thread. A child of fork closes nothing."""
+        sinks at work, or if a call of an object store has no answer for 10 seconds, each is closed by its thread. A
+        child of fork closes nothing."""
         if self._process != os.getpid():
             return
         self._closed = True
@@ -199,7 +200,7 @@ class Publisher:
             follower.stop()
         try:
             for follower in self._followers:
-                follower.close()
+                follower.close(self._versions.late_call)
         finally:
             for delivery in self._deliveries.values():
                 delivery.close()

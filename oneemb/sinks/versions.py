@@ -49,6 +49,10 @@ class Versions:
             with self._lock:
                 self._stored.pull(self.target, stop)
 
+    def late_call(self, seconds: float) -> str | None:
+        """The call of the object store that began `seconds` ago or earlier, in words; None = there is none."""
+        return None if self._stored is None else self._stored.late_call(seconds)
+
     @property
     def compared(self) -> int:
         """Number of times that the copy of an object store was compared with the store."""

@@ -8,11 +8,13 @@ Invariants:
 
 import hashlib
 import json
+import math
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeGuard, TypeVar
 
 from oneemb.storage.errors import CorruptTableError, StorageError
@@ -32,11 +34,37 @@ _PASSWORD = re.compile("//([^/@:]*):[^/@]*@")
 T = TypeVar("T")
 
 
+class Calls:
+    """Calls of stores that are at work. Any thread may call it."""
+
+    def __init__(self) -> None:
+        # {(process, thread): (when its call began, the call in words)}; a child of fork has the calls of its parent too.
+        self._begun: dict[tuple[int, int], tuple[float, str]] = {}
+
+    @contextmanager
+    def at_work(self, what: str) -> Iterator[None]:
+        """Block in which this thread makes a call."""
+        thread = os.getpid(), threading.get_ident()
+        self._begun[thread] = time.monotonic(), what
+        try:
+            yield
+        finally:
+            self._begun.pop(thread, None)
+
+    def late(self, seconds: float) -> str | None:
+        """The call that has been at work for longest, in words, if it began `seconds` ago or earlier; None = there is
+        none."""
+        here = [call for (process, _), call in list(self._begun.items()) if process == os.getpid()]
+        begun, what = min(here, default=(math.inf, ""))
+        return what if begun <= time.monotonic() - seconds else None
+
+
 class ObjectStore:
     """The objects below a URL, such as `s3://bucket/items`.
 
     Args:
         options: arguments for the file system of fsspec, such as credentials.
+        calls: calls at work, which several stores may share.
 
     Raises:
         TypeError: the URL is no text, or options is no dict of arguments.
@@ -44,7 +72,7 @@ class ObjectStore:
         ImportError: the package of the file system is missing.
     """
 
-    def __init__(self, url: str, options: dict[str, Any] | None = None):
+    def __init__(self, url: str, options: dict[str, Any] | None = None, calls: "Calls | None" = None):
         import fsspec
 
         url = os.fspath(url) if isinstance(url, os.PathLike) else url
@@ -75,7 +103,7 @@ class ObjectStore:
                 f"url must be one that fsspec knows, such as s3://bucket/items, got {url!r}: {error}"
             ) from error
         self._fs, self._root = fs, root.rstrip("/")
-        self.url = url.rstrip("/")
+        self.url, self.calls = url.rstrip("/"), Calls() if calls is None else calls
         self._local = isinstance(fs, fsspec.implementations.local.LocalFileSystem)
         self.folder = os.path.realpath(root) if self._local else None
         """The folder of the objects, if the store is one."""
@@ -86,6 +114,10 @@ class ObjectStore:
     def _tried(self, what: str, key: str, call: Callable[[], T]) -> T:
         """Result of a call, which is made again if the network fails. `what`: past participle of the call, for errors.
         FileNotFoundError and PermissionError of the call come unchanged."""
+        with self.calls.at_work(f"{self.url}/{key} is {what}"):
+            return self._tried_again(what, key, call)
+
+    def _tried_again(self, what: str, key: str, call: Callable[[], T]) -> T:
         for n in range(_TRIES):
             try:
                 return call()

@@ -1,7 +1,9 @@
 """Calls of an object store in several threads, and the progress of a copy."""
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
 from typing import TypeVar
 
 THREADS = 8
@@ -30,15 +32,47 @@ class Progressing:
 def in_order(call: Callable[[Argument], Result], arguments: Iterable[Argument]) -> Iterator[Result]:
     """Results of calls in several threads, in the order of the arguments. Fewer than `THREADS` calls are ahead of the
     results that were taken."""
-    with ThreadPoolExecutor(THREADS, "oneemb-objects") as threads:
-        running: list[Future[Result]] = []
-        try:
-            for argument in arguments:
-                running.append(threads.submit(call, argument))
-                while len(running) >= THREADS or running and running[0].done():
-                    yield running.pop(0).result()
-            while running:
+    asked: SimpleQueue[tuple[Future[Result], Argument] | None] = SimpleQueue()
+    threads: list[Thread] = []
+    running: list[Future[Result]] = []
+    waits = True
+    try:
+        for argument in arguments:
+            running.append(Future())
+            asked.put((running[-1], argument))
+            if len(threads) < THREADS:
+                thread = Thread(target=_work, args=(call, asked), name="oneemb-objects", daemon=True)
+                thread.start()
+                threads.append(thread)
+            while len(running) >= THREADS or running and running[0].done():
                 yield running.pop(0).result()
-        finally:
-            for one in running:
-                one.cancel()
+        while running:
+            yield running.pop(0).result()
+    except KeyboardInterrupt:
+        waits = False  # A call of a store may never return.
+        raise
+    finally:
+        for one in running:
+            one.cancel()
+        for _ in threads:
+            asked.put(None)
+        for thread in threads if waits else ():
+            thread.join()
+
+
+def _work(
+    call: Callable[[Argument], Result], asked: "SimpleQueue[tuple[Future[Result], Argument] | None]"
+) -> None:  # fmt: skip
+    """Make the calls that are asked for, until a None. A daemon runs this, unlike the threads of an executor, for which
+    Python waits when the program ends, though a call of a store may never return."""
+    while (one := asked.get()) is not None:
+        _make(call, *one)
+        del one  # so that a thread without a call holds no piece
+
+
+def _make(call: Callable[[Argument], Result], future: "Future[Result]", argument: Argument) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(call(argument))
+        except BaseException as error:
+            future.set_exception(error)
