@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from oneemb.storage.errors import CorruptTableError, LockedError, OtherTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import is_damage
-from oneemb.storage.objects.manifests import current_of, has_snapshot, newest_in
+from oneemb.storage.objects.manifests import Current, current_of, has_snapshot, newest_in
 from oneemb.storage.objects.object_store import ObjectStore
 from oneemb.storage.objects.pull import KnownParts, PullStoppedError, pull_from
 from oneemb.storage.snapshots.part_folders import open_anew
@@ -34,6 +34,8 @@ class StoredCopy:
         self._mended = ""  # identity of the last snapshot of which this was asked
         self.compared = 0
         """Number of times that the copy was compared with the store, since files of it were damaged."""
+        self.offered: Current | None = None
+        """The snapshot that the store had when it was last asked; None = it was not asked yet."""
         self._known: KnownParts = {}  # parts of the snapshot that was pulled last, and of its ancestors
 
     def pull(self, name: str | None, stop: Callable[[], bool]) -> None:
@@ -53,10 +55,12 @@ class StoredCopy:
                 raise SnapshotNotFoundError(f"{self.url} must have a snapshot, it has none; push one first")
             name = newest[0]
         tries, is_new = 0, False
-        # The job may replace the snapshot of this name at any time, so its identity is read again.
-        while not stop() and (
-            self._damaged == (identity := current_of(self._store, name)[0]) or not self._has(name, identity)
-        ):
+        while not stop():
+            # The job may replace the snapshot of this name at any time, so its identity is read again.
+            self.offered = current_of(self._store, name)
+            identity = self.offered.identity
+            if self._damaged != identity and self._has(name, identity):
+                return
             if tries == _TRIES:
                 raise CorruptTableError(
                     f"snapshot {name!r} in {self.url} must have identity {identity}, it has another in {self.folder}"

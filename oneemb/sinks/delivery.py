@@ -25,9 +25,11 @@ class SinkStats(TypedDict):
     version: str | None
     """Name of the version that the sink shows; None = none, or not known yet."""
     lag_s: float
-    """Age in seconds of the oldest version that the sink must still get; 0 = it shows the newest."""
+    """Age in seconds of the oldest version that the sink must still get; 0 = it shows the newest. A version of an object
+    store counts from its save, once the store was asked for its newest one."""
     backlog_versions: int
-    """Number of versions that the sink must still get."""
+    """Number of versions that the sink must still get. Versions of an object store that were not downloaded yet count as
+    one, without rows."""
     backlog_rows: int
     """Rows of these versions, at most."""
     backlog_bytes: int
@@ -153,11 +155,15 @@ class Delivery:
 
     def stats(self) -> SinkStats:
         """Figures of the sink."""
-        backlog, error, now = self.backlog(), self.error, time.time()
+        backlog, shown, error, now = self.backlog(), self._shown, self.error, time.time()
+        saved = [changes.snapshot.info.created for changes in backlog]
+        offered = self._versions.offered
+        if not saved and offered is not None and offered.identity != (shown and shown.identity):
+            saved = [offered.created or now]  # The copy of the store does not have the version yet.
         return {
-            "version": None if self._shown is None else self._shown.name,
-            "lag_s": max((0.0, *(now - changes.snapshot.info.created for changes in backlog))),
-            "backlog_versions": len(backlog),
+            "version": None if shown is None else shown.name,
+            "lag_s": max((0.0, *(now - created for created in saved))),
+            "backlog_versions": len(saved),
             "backlog_rows": sum(changes.num_rows for changes in backlog),
             "backlog_bytes": sum(changes.nbytes for changes in backlog),
             "versions": self._count["versions"],

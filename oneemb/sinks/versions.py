@@ -10,6 +10,7 @@ from oneemb.sinks.version import PublishError, TableVersion
 from oneemb.storage.bottom import NOT_SAVED
 from oneemb.storage.errors import FormatVersionError, OtherTableError, StorageError
 from oneemb.storage.fs import is_damage
+from oneemb.storage.objects.manifests import Current
 from oneemb.storage.snapshots.changed_rows import changed_rows
 from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.row_cap import RowCap
@@ -30,7 +31,7 @@ class Versions:
         self._looks = SnapshotLooks(paths)
         self.target = target
         self._stored = stored
-        self._lock = threading.Lock()
+        self._pulls = threading.Lock()
 
     @property
     def paths(self) -> list[str]:
@@ -38,16 +39,20 @@ class Versions:
         return self._looks.paths
 
     def look(self) -> FoundParts:
-        """Parts of snapshots in the folders, while no thread pulls. Only files that have changed are read again."""
-        with self._lock:
-            return self._looks.look()
+        """Parts of snapshots in the folders. Only files that have changed are read again."""
+        return self._looks.look()
 
     def pull(self, stop: Callable[[], bool]) -> None:
         """Bring the snapshot to publish, with its ancestors, from the object store, if there is one. StorageError if
         the store cannot be used, or has no snapshot."""
         if self._stored is not None:
-            with self._lock:
+            with self._pulls:  # `look` does not wait for a download.
                 self._stored.pull(self.target, stop)
+
+    @property
+    def offered(self) -> Current | None:
+        """The version to publish, as the object store had it when it was last asked; None = there is no store."""
+        return None if self._stored is None else self._stored.offered
 
     def late_call(self, seconds: float) -> str | None:
         """The call of the object store that began `seconds` ago or earlier, in words; None = there is none."""
@@ -64,7 +69,8 @@ class Versions:
         if self._stored is None or not isinstance(error, StorageError):
             return False
         try:
-            newest = self.newest()  # waits for a `pull` of another thread
+            with self._pulls:
+                newest = self.newest()
         except StorageError:
             return False  # `pull` mends snapshots whose descriptions are damaged.
         if newest is None or version.identity not in [link.identity for link in (*newest.before, newest)]:

@@ -7,7 +7,7 @@ readers that follow a job: they read one object, and list nothing. It may lag be
 
 import re
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from oneemb.storage.errors import CorruptTableError, FormatVersionError, SnapshotNotFoundError
@@ -50,6 +50,7 @@ class StoredPart:
         rows: number of rows of the part.
         since: (name, identity) of the parent of a delta; None = the snapshot is no delta.
         files: files of chunks, then the file of the snapshot.
+        created: time of the save, in seconds since 1970; 0.0 = unknown, since an earlier release pushed the part.
     """
 
     name: str
@@ -61,6 +62,7 @@ class StoredPart:
     rows: int
     since: tuple[str, str] | None
     files: tuple[StoredFile, ...]
+    created: float = 0.0
 
     @property
     def folder(self) -> str:
@@ -68,12 +70,26 @@ class StoredPart:
         return "." if self.shards == 1 else rank_folder_name(self.shard, self.shards)
 
 
+class Current(NamedTuple):
+    """The snapshot that a store has by a name."""
+
+    identity: str
+    shards: int
+    """Number of parts."""
+    sequence: int
+    created: float
+    """Time of the save, in seconds since 1970; 0.0 = unknown, since an earlier release pushed the snapshot."""
+
+
 def put_part(store: ObjectStore, part: StoredPart) -> bool:
     """Write the text of a part whose pieces are all in the store. Returns whether all parts are now there."""
     store.put_text(_part_key(part.name, part.identity, part.shard), {"version": _VERSION, **asdict(part)})
     if any(not has_part(store, part.name, part.identity, shard) for shard in range(part.shards)):
         return False
-    current = {"version": _VERSION, "identity": part.identity, "shards": part.shards, "sequence": part.sequence}
+    current = {
+        "version": _VERSION, "identity": part.identity, "shards": part.shards, "sequence": part.sequence,
+        "created": part.created,
+    }  # fmt: skip
     known = _current(store, part.name)
     if known is None or known["identity"] == part.identity or known["sequence"] <= part.sequence:
         store.put_text(_current_key(part.name), current)
@@ -96,6 +112,7 @@ def get_part(store: ObjectStore, name: str, identity: str, shard: int) -> Stored
         raise CorruptTableError(f"{store.url}/{key} is missing, though a snapshot needs it; push the snapshot again")
     try:
         _check_version(fields, store, key)
+        fields["created"] = _time(fields)
         part = StoredPart(**{field: fields[field] for field in StoredPart.__dataclass_fields__})
         check_snapshot_name(part.table_name)
         numbers = _number(part.shard), _number(part.shards), _number(part.sequence), _number(part.rows)
@@ -110,14 +127,14 @@ def get_part(store: ObjectStore, name: str, identity: str, shard: int) -> Stored
     return replace(part, files=files, since=since)
 
 
-def current_of(store: ObjectStore, name: str) -> tuple[str, int, int]:
-    """(identity, number of parts, sequence) of the snapshot of this name. SnapshotNotFoundError if there is none."""
+def current_of(store: ObjectStore, name: str) -> Current:
+    """The snapshot of this name. SnapshotNotFoundError if there is none."""
     found = _current(store, name)
     if found is None:
         raise SnapshotNotFoundError(
             f"no snapshot named {name!r} in {store.url}; there are: {', '.join(map(repr, names_in(store))) or 'none'}"
         )
-    return str(found["identity"]), int(found["shards"]), int(found["sequence"])
+    return Current(str(found["identity"]), int(found["shards"]), int(found["sequence"]), _time(found))
 
 
 def has_snapshot(store: ObjectStore, name: str, identity: str | None) -> bool:
@@ -241,6 +258,12 @@ def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 64:
         raise ValueError(f"a number must be an integer of 64 bits, got {value!r}")
     return value
+
+
+def _time(fields: dict[str, Any]) -> float:
+    """Time of a save in a text, in seconds since 1970; 0.0 = the text has none."""
+    value = fields.get("created")
+    return float(value) if type(value) in (int, float) and 0 <= value < 1 << 40 else 0.0
 
 
 def _digest(value: Any) -> str:

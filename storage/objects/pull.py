@@ -157,7 +157,7 @@ def parts_in(
         name, identity = rest.pop()
         found = parts.get((name, identity)) or known.get((name, identity))
         if found is None:
-            identity, shards, _ = current_of(store, name)
+            identity, shards, *_ = current_of(store, name)
             found = parts.get((name, identity)) or known.get((name, identity))
             found = found or _read_parts(store, name, identity, shards)
         if (name, identity) not in parts:

@@ -225,7 +225,7 @@ class _Push:
         return StoredPart(
             part.whole.name, _identity(part), part.info.name, part.whole.shard, part.whole.shards,
             record.info.sequence, record.info.rows, None if delta is None else (delta.since, delta.identity),
-            tuple(files),
+            tuple(files), record.info.created,
         )  # fmt: skip
 
     def _check_same(self, part: Part, chunk: ChunkPart) -> None:

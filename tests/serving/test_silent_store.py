@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 import uuid
 
 import fsspec
@@ -10,7 +11,10 @@ import pytest
 
 import oneemb
 from oneemb.serving import following
+from oneemb.storage.objects.manifests import current_of
+from oneemb.storage.objects.object_store import ObjectStore
 from oneemb.storage.objects.push import push
+from oneemb.storage.snapshots.snapshot_parts import look_at
 from tests.serving.test_model import IDS, Scorer, Training
 from tests.storage.test_objects import embedding_at, train
 from tests.support.interrupts import interrupt_soon
@@ -116,6 +120,42 @@ def test_one_interrupt_ends_a_close_and_a_pull_that_wait_for_a_store(url, tmp_pa
             assert not thread.is_alive()
     with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "open", absent="zeros") as served:
         assert served.version.name == "a"
+
+
+def test_figures_of_a_sink_know_the_newest_version_of_a_store_that_is_not_downloaded(job, url, tmp_path, monkeypatch):
+    with oneemb.publish(url, [list], folder=tmp_path / "copy", seconds=1000.0) as publisher:
+        publisher.flush()
+        assert [publisher.stats().popitem()[1][key] for key in ("lag_s", "backlog_versions")] == [0.0, 0]
+        train(job, IDS, 0.5)
+        job.save_snapshot("b")
+        push(tmp_path / "job", url, ["b"])
+        created = look_at([str(tmp_path / "job")]).get("b").info.created
+        with monkeypatch.context() as patched:
+            store = Silent(patched, "/objects/")
+            thread = threading.Thread(target=publisher.flush, daemon=True)
+            thread.start()
+            assert store.asked.wait(60)
+            found, begun = [], time.time()
+            try:
+                assert ends_soon(lambda: found.append(publisher.stats().popitem()[1]))
+                assert found[0]["version"] == "a" and found[0]["backlog_versions"] == 1
+                assert begun - created <= found[0]["lag_s"] <= time.time() - created
+            finally:
+                store.answers.set()
+            thread.join(60)
+            assert not thread.is_alive()
+        assert [publisher.stats().popitem()[1][key] for key in ("version", "lag_s")] == ["b", 0.0]
+
+
+def test_texts_of_a_store_that_do_not_say_when_a_snapshot_was_saved_are_read(job, url, tmp_path):
+    """Earlier releases have written such texts."""
+    store = ObjectStore(url)
+    for key in store.keys("snapshots/"):
+        store.put_text(key, {field: value for field, value in store.get_text(key).items() if field != "created"})
+    assert current_of(store, "a").created == 0.0
+    with oneemb.publish(url, [list], folder=tmp_path / "copy", seconds=1000.0) as publisher:
+        publisher.flush()
+        assert [publisher.stats().popitem()[1][key] for key in ("version", "lag_s")] == ["a", 0.0]
 
 
 PROGRAM = """
