@@ -1,7 +1,7 @@
 """Copies snapshots of an object store into a folder.
 
-A pull first writes to the folder `<target>.pull`. It does not download a chunk that this folder or the target has, so
-the next pull continues one that was killed. Then it backs this folder up to the target (backup.py), by links, so that a
+A pull first writes to the folder `<target>.pull`. It does not download a chunk, or a piece of an unfinished file, that
+this folder or the target has, so the next pull continues one that was killed. Then it backs this folder up to the target (backup.py), by links, so that a
 snapshot is in the target completely or not at all.
 
 Invariant: a piece is compared with its checksum before it is written, and every byte of the target at the end.
@@ -18,7 +18,7 @@ from typing import Any
 from oneemb.storage.errors import CorruptTableError, LockedError, OtherTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import LocalFileSystem, doing
 from oneemb.storage.locking.file_lock import FileLock
-from oneemb.storage.new_files import new_file
+from oneemb.storage.new_files import NewFile
 from oneemb.storage.objects.manifests import StoredFile, StoredPart, current_of, get_part, names_in
 from oneemb.storage.objects.object_store import ObjectStore, are_bytes_of, store_beside
 from oneemb.storage.objects.transfers import Progress, Progressing, in_order
@@ -193,6 +193,14 @@ def remove_left(new: str) -> None:
         lock.release()
 
 
+def _left_of(path: str) -> str:
+    """Path of the longest unfinished file that pulls which were killed, or have failed, have left of a file."""
+    left, new = f"{path}.left", f"{path}.tmp"
+    if os.path.exists(new) and not (os.path.exists(left) and os.path.getsize(left) > os.path.getsize(new)):
+        os.replace(new, left)
+    return left
+
+
 def _remove(new: str) -> None:
     """Remove the folder of a pull."""
     _empty(new)
@@ -339,20 +347,29 @@ class Pull:
     def _write(self, file: StoredFile, path: str, shorter: Sequence[str] = ()) -> None:
         """Write a file. `shorter`: files that may begin as this one does, so that less is downloaded."""
         begins = [0, *itertools.accumulate(size for _, size in file.pieces)]
+        left = _left_of(path)
 
         def piece_at(n: int) -> tuple[bytes, bool]:
             piece = file.pieces[n]
-            for candidate in shorter:
+            for candidate in (*shorter, left):
                 with suppress(StorageError, OSError):
                     data = b"".join(bytes(one) for one in copied(self._fs, candidate, piece[1], begins[n]))
                     if are_bytes_of(data, piece):
                         return data, False
             return self._store.get(piece), True
 
-        with doing("write", path), new_file(self._fs, path) as new:
-            for data, is_downloaded in in_order(piece_at, range(len(file.pieces))):
-                new.write(data)
-                self.bytes_downloaded += len(data) if is_downloaded else 0
-                self._moved.add(len(data))
+        with doing("write", path):
+            new = NewFile(path, fs=self._fs)
+            try:
+                for data, is_downloaded in in_order(piece_at, range(len(file.pieces))):
+                    new.write(data)
+                    self.bytes_downloaded += len(data) if is_downloaded else 0
+                    self._moved.add(len(data))
+                new.sync()
+            finally:
+                new.close()  # The temporary file stays if there was an error: the next pull uses its pieces.
+            new.put_in_place()
+            with suppress(FileNotFoundError):
+                os.remove(left)
         if self._fs.size(path) != file.size:
             raise CorruptTableError(f"{self._store.url}: the pieces of {file.path} have another size than the file")

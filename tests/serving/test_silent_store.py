@@ -56,7 +56,7 @@ def url(tmp_path, job):
 def opened(kind, url, tmp_path):
     """(object that follows a store, call that starts its thread)."""
     if kind == "publisher":
-        publisher = oneemb.publish(url, [list], folder=tmp_path / "copy", seconds=0.01)
+        publisher = oneemb.publish(url, [take], folder=tmp_path / "copy", seconds=0.01)
         return publisher, lambda: None
     if kind == "server":
         served = oneemb.InferenceEmbedding.open(url, folder=tmp_path / "copy", absent="zeros")
@@ -69,6 +69,10 @@ def opened(kind, url, tmp_path):
     trained.save(f"{url}/model.pt")
     trained.model.close()
     return served, lambda: served.follow(0.01)
+
+
+def take(changes):
+    """A sink that reads nothing."""
 
 
 def ends_soon(call):
@@ -105,7 +109,7 @@ def test_one_interrupt_ends_a_close_and_a_pull_that_wait_for_a_store(url, tmp_pa
         for wait in ("close", "open"):
             with pytest.raises(KeyboardInterrupt):
                 if wait == "close":
-                    publisher = oneemb.publish(url, [list], folder=tmp_path / wait, seconds=0.01)
+                    publisher = oneemb.publish(url, [take], folder=tmp_path / wait, seconds=0.01)
                     assert store.asked.wait(60)
                 interrupt_soon()
                 if wait == "close":
@@ -123,7 +127,7 @@ def test_one_interrupt_ends_a_close_and_a_pull_that_wait_for_a_store(url, tmp_pa
 
 
 def test_figures_of_a_sink_know_the_newest_version_of_a_store_that_is_not_downloaded(job, url, tmp_path, monkeypatch):
-    with oneemb.publish(url, [list], folder=tmp_path / "copy", seconds=1000.0) as publisher:
+    with oneemb.publish(url, [take], folder=tmp_path / "copy", seconds=1000.0) as publisher:
         publisher.flush()
         assert [publisher.stats().popitem()[1][key] for key in ("lag_s", "backlog_versions")] == [0.0, 0]
         train(job, IDS, 0.5)
@@ -153,7 +157,7 @@ def test_texts_of_a_store_that_do_not_say_when_a_snapshot_was_saved_are_read(job
     for key in store.keys("snapshots/"):
         store.put_text(key, {field: value for field, value in store.get_text(key).items() if field != "created"})
     assert current_of(store, "a").created == 0.0
-    with oneemb.publish(url, [list], folder=tmp_path / "copy", seconds=1000.0) as publisher:
+    with oneemb.publish(url, [take], folder=tmp_path / "copy", seconds=1000.0) as publisher:
         publisher.flush()
         assert [publisher.stats().popitem()[1][key] for key in ("version", "lag_s")] == ["a", 0.0]
 
@@ -170,7 +174,7 @@ with pytest.MonkeyPatch.context() as patched:
     job.save_snapshot("a")
     push(Path(sys.argv[1]) / "job", "memory://here/items")
     store = Silent(patched, "/objects/")
-    publisher = oneemb.publish("memory://here/items", [list], folder=Path(sys.argv[1]) / "copy", seconds=0.01)
+    publisher = oneemb.publish("memory://here/items", [take], folder=Path(sys.argv[1]) / "copy", seconds=0.01)
     assert store.asked.wait(60)
 """
 

@@ -1,0 +1,74 @@
+"""A pull that was killed in the middle of a file: the next one downloads the pieces that are not there, and no others."""
+
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from oneemb.storage.objects import push as push_module
+from oneemb.storage.objects.object_store import ObjectStore
+from oneemb.storage.objects.pull import pull
+from oneemb.storage.objects.push import push
+from oneemb.storage.objects.transfers import THREADS
+from tests.storage.test_backups import held_at
+from tests.storage.test_objects import Killed, saved_table
+
+PULL = """
+import os, sys
+from oneemb.storage.objects.object_store import ObjectStore
+from oneemb.storage.objects.pull import pull
+from tests.storage.test_killed_pulls import at_read
+
+ObjectStore.get = at_read(int(sys.argv[3]), lambda: os.kill(os.getpid(), 9))
+pull(sys.argv[1], sys.argv[2])
+"""
+
+
+def at_read(number, call, get=ObjectStore.get):
+    """`ObjectStore.get` that makes a call at this read and at each later one."""
+    lock, reads = threading.Lock(), []
+
+    def read(store, piece):
+        with lock:
+            reads.append(piece)
+            if len(reads) >= number:
+                call()
+        return get(store, piece)
+
+    return read
+
+
+@pytest.mark.parametrize("way", ["killed", "failed"])
+def test_whole_pieces_of_an_unfinished_file_are_not_downloaded_again(way, tmp_path, monkeypatch):
+    monkeypatch.setattr(push_module, "_PIECE_BYTES", 500)
+    url, copy, get, read = f"file://{tmp_path}/objects", tmp_path / "copy", ObjectStore.get, []
+    held = saved_table(tmp_path / "live", "a", size=4000)
+    push(tmp_path / "live", url)
+    pull(url, tmp_path / "other")
+    monkeypatch.setattr(ObjectStore, "get", lambda store, piece: read.append(piece) or get(store, piece))
+    pull(url, tmp_path / "whole")
+    pieces, before, longest = len(read), 0, pieces_of_longest_file(tmp_path / "live")
+    assert longest > 7 * THREADS
+    for _ in range(2):
+        if way == "killed":
+            done = subprocess.run([sys.executable, "-c", PULL, url, str(copy), str(3 * THREADS)], capture_output=True)
+            assert done.returncode == -signal.SIGKILL, done.stderr
+        else:
+
+            def fails():
+                raise Killed
+
+            with monkeypatch.context() as patched, pytest.raises(Killed):
+                patched.setattr(ObjectStore, "get", at_read(3 * THREADS, fails, get))
+                pull(url, copy)
+        before += THREADS  # Of the others, some were at work, and some are of the snapshot's own file.
+    read.clear()
+    pull(url, copy)
+    assert len(read) <= pieces - before
+    assert held_at(copy) == held
+
+
+def pieces_of_longest_file(folder):
+    return max(path.stat().st_size for path in (folder / "chunks").iterdir()) // 500
