@@ -25,10 +25,10 @@ class SinkStats(TypedDict):
     version: str | None
     """Name of the version that the sink shows; None = none, or not known yet."""
     lag_s: float
-    """Age in seconds of the oldest version that the sink must still get; 0 = it shows the newest. A version of an object
-    store counts from its save, once the store was asked for its newest one."""
+    """Age in seconds of the oldest version that the sink must still get; 0 = it shows the newest. For an object store,
+    the newest is the one that the last look has found there, downloaded or not."""
     backlog_versions: int
-    """Number of versions that the sink must still get. Versions of an object store that were not downloaded yet count as
+    """Number of versions that the sink must still get. Those of an object store that were not downloaded yet count as
     one, without rows."""
     backlog_rows: int
     """Rows of these versions, at most."""
@@ -43,8 +43,8 @@ class SinkStats(TypedDict):
     damaged: int
     """Versions among these whose changes could not be read, since files of an older snapshot are damaged."""
     unread: str | None
-    """Error of a snapshot that cannot be read and may be newer than the sink's version, since its file does not say when
-    it was saved; None = there is none."""
+    """Error of a snapshot that cannot be read and may be newer than the sink's version, since its file does not say
+    when it was saved; None = there is none."""
     errors: int
     """Calls that have failed."""
     error: str | None

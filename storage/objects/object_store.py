@@ -38,7 +38,7 @@ class Calls:
     """Calls of stores that are at work. Any thread may call it."""
 
     def __init__(self) -> None:
-        # {(process, thread): (when its call began, the call in words)}; a child of fork has the calls of its parent too.
+        # {(process, thread): (begin of its call, the call in words)}. A child of fork has the calls of its parent too.
         self._begun: dict[tuple[int, int], tuple[float, str]] = {}
 
     @contextmanager

@@ -1,8 +1,8 @@
 """Copies snapshots of an object store into a folder.
 
-A pull first writes to the folder `<target>.pull`. It does not download a chunk, or a piece of an unfinished file, that
-this folder or the target has, so the next pull continues one that was killed. Then it backs this folder up to the target (backup.py), by links, so that a
-snapshot is in the target completely or not at all.
+A pull first writes to the folder `<target>.pull`. It downloads neither a chunk that this folder or the target has, nor
+a piece of a file there that a killed pull has left unfinished, so it continues that pull. Then it backs this folder up
+to the target (backup.py), by links, so that a snapshot is in the target completely or not at all.
 
 Invariant: a piece is compared with its checksum before it is written, and every byte of the target at the end.
 """

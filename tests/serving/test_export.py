@@ -17,6 +17,7 @@ from oneemb.storage.fs import LocalFileSystem
 from tests.support.export_models import LOOKUPS, Click, Score, embedding_at, run_alone, train_rows, trained_click
 from tests.support.forks import fork_context, run_code
 from tests.support.pairwise import covering, diagonal
+from tests.support.waits import ended
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 FORMATS = ["export", "torchscript"]
@@ -411,12 +412,12 @@ def test_what_a_killed_export_leaves_goes_with_the_next_and_what_another_is_at_s
     (tmp_path / ".other.pt2.01234567.tmp").mkdir()
     assert len(at_work) == 2
     parts[0][0].kill()
-    parts[0][0].join()
+    ended(parts[0][0])
     Score(click).export(path, some_ids(8))
     (left,) = tmp_path.glob(".score.pt2.*.tmp")
     assert left in at_work and (left / "rows").exists() and (tmp_path / ".other.pt2.01234567.tmp").exists()
     parts[1][1].send("end")
-    parts[1][0].join()
+    ended(parts[1][0])
     Score(click).export(path, some_ids(8))
     assert not list(tmp_path.glob(".score.pt2.*.tmp"))
 

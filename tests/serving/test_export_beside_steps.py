@@ -8,6 +8,7 @@ import torch
 import oneemb
 from oneemb.training import scaling
 from tests.support.export_models import Click
+from tests.support.waits import ended
 
 IDS = torch.arange(33 * 3).reshape(33, 3) % 70
 LABEL = torch.ones(33)
@@ -85,8 +86,7 @@ def export_beside_a_step(graph, path, **options):
     graph.beside = lambda: made.append(graph(IDS, LABEL)[0].item())
     graph.export(path, IDS, LABEL, **options)
     graph.beside = None
-    for step in graph.stepping.items:
-        step.join()
+    ended(*graph.stepping.items)
     return made, {name: one.tolist() for name, one in graph.mlp.state_dict().items()}
 
 
@@ -130,7 +130,7 @@ def test_threads_other_than_the_exports_use_the_scaler_itself():
 
     thread = threading.Thread(target=use)
     thread.start()
-    thread.join()
+    ended(thread)
     assert seen == [None, 4.0, 4.0] and scaler.get_scale() == 4.0
     ends[0]()  # That of the class below the other one.
     assert scaler.get_scale() == 4.0

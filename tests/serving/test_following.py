@@ -19,6 +19,7 @@ from oneemb.storage.errors import StorageError
 from oneemb.storage.table.snapshot_reader import read_snapshot_info
 from tests.support.inside import follower_of
 from tests.support.interrupts import count_lines, interrupted
+from tests.support.waits import ended
 
 IDS = torch.arange(400)
 PATIENCE_S = 600
@@ -121,7 +122,7 @@ def test_a_rollback_waits_for_no_build_and_what_that_brings_is_not_taken(job, mo
     served.rollback("step 1")
     assert answer(served) == 1
     building.go.set()
-    thread.join()
+    ended(thread)
     assert refreshed == [False] and answer(served) == 1
     assert served.refresh() and answer(served) == 2
 
@@ -155,7 +156,7 @@ def test_a_close_is_not_undone_by_who_refreshes_meanwhile(job, monkeypatch):
     assert building.begun.wait(PATIENCE_S)
     served.close()
     building.go.set()
-    thread.join()
+    ended(thread)
     assert len(errors) == 1
     with pytest.raises(StorageError, match="closed"):
         served(IDS)
@@ -286,7 +287,7 @@ def followers():
 
 def test_of_threads_that_all_follow_one_does_and_none_when_it_stops(job):
     served = InferenceEmbedding.open(job.folder)
-    interval, at_once = sys.getswitchinterval(), threading.Barrier(4)
+    interval, at_once = sys.getswitchinterval(), threading.Barrier(4, timeout=60)
 
     def follow():
         at_once.wait()
@@ -298,8 +299,7 @@ def test_of_threads_that_all_follow_one_does_and_none_when_it_stops(job):
     try:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        ended(*threads)
     finally:
         sys.setswitchinterval(interval)
     assert wait_for(lambda: len(followers()) == 1)
@@ -383,7 +383,7 @@ def test_a_child_forked_while_a_file_is_made_keeps_no_lock(job, monkeypatch):
     assert building.begun.wait(PATIENCE_S)
     pid = child(lambda: os.read(read, 1) == b"x" and answer(served) == 1)
     building.go.set()
-    thread.join()
+    ended(thread)
     assert answer(served) == 2
     assert answer(InferenceEmbedding.open(job.folder, dtype="float16")) == 2  # needs the lock
     os.write(wrote, b"x")

@@ -21,6 +21,7 @@ from oneemb.storage.table.file_header import pack_header
 from tests.support.forks import fork_context
 from tests.support.inside import file_of
 from tests.support.pairwise import covering, diagonal
+from tests.support.waits import ended
 
 TABLES = 3
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -350,8 +351,7 @@ def test_lookups_of_threads_are_each_of_one_version_while_following(tmp_path):
                 break
             ends.wait(0.01)
         ends.set()
-        for thread in threads:
-            thread.join()
+        ended(*threads)
         assert not wrong and {5.0} <= seen
     assert len([name for name in os.listdir(tmp_path / "serving") if name.endswith(".serving")]) <= 2
 
@@ -483,8 +483,7 @@ def test_processes_that_open_at_once_make_one_file_and_a_killed_one_disturbs_non
     for child in children:
         child.start()
     children[0].kill()
-    for child in children:
-        child.join()
+    ended(*children)
     assert [path.read_text() for path in said[1:]] == ["one", "one"]
     only_file(tmp_path)
     assert not [name for name in os.listdir(tmp_path / "serving") if name.endswith(".tmp")]

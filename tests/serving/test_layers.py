@@ -17,6 +17,7 @@ from oneemb.serving.layers import VersionFile, files_of
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import LocalFileSystem
 from tests.support.forks import ended_well, in_child
+from tests.support.waits import ended
 
 ROWS, DIM, TABLES = 3000, 5, 3
 
@@ -257,8 +258,7 @@ def test_lookups_of_threads_are_each_of_one_version_while_layers_are_taken_over(
         embedding.save_delta(str(n), since=str(n - 1))
         assert served.refresh()
     ends.set()
-    for thread in threads:
-        thread.join()
+    ended(*threads)
     embedding.close()
     assert not wrong and len(set(looked)) > 1 and served(changed).unique().tolist() == [19]
     assert layers_in(tmp_path / "job" / "serving")
@@ -404,7 +404,7 @@ def test_a_kill_at_any_file_call_of_a_takeover_leaves_what_others_can_take_over(
             served.refresh()
 
         child = in_child(takes_over)
-        child.join()
+        ended(child)
         assert child.exitcode in (7, 1), call
         assert served.refresh() and same(served, job), call
         assert not list(pathlib.Path(job.folder, "serving").glob("*.tmp")), call

@@ -21,6 +21,7 @@ from oneemb.serving import build, model as serving_model
 from oneemb.storage.errors import OtherSnapshotError, StorageError
 from tests.serving.test_following import PATIENCE_S, Building, child, ended_well, wait_for
 from tests.support.inside import follower_of
+from tests.support.waits import ended
 
 IDS = torch.arange(300).reshape(-1, 2)
 
@@ -298,8 +299,7 @@ def test_answers_of_threads_are_each_of_one_version_while_versions_are_taken_ove
             stamped.save()
             assert wait_for(lambda: wrong or all(stamped.saves in mine for mine in seen))
         ends.set()
-        for thread in threads:
-            thread.join()
+        ended(*threads)
     assert not wrong and served.error is None
 
 
@@ -617,7 +617,7 @@ def kill_and_follow(folder, kills, seed):
                         break
             finally:
                 trainer.kill()
-                trainer.wait()
+                trainer.wait(60)
         served.unfollow()
         served.refresh()
         assert stamp(served) >= last >= kills

@@ -16,7 +16,9 @@ from oneemb.storage.objects.deletion import delete_stored
 from oneemb.storage.objects.object_store import ObjectStore
 from oneemb.storage.objects.push import push, push_of_writer
 from oneemb.storage.objects.transfers import THREADS
+from tests.serving.test_following import wait_for
 from tests.storage.test_objects import Killed, embedding_at, train
+from tests.support.waits import came, ended
 
 IDS = torch.arange(400)
 
@@ -54,12 +56,10 @@ def test_a_server_follows_the_newest_snapshot_of_a_store(tmp_path, job, url):
         assert torch.equal(served(IDS), job.rows["a"]) and not served.refresh()
         job.save("b")
         served.follow(0.01)
-        while served.version.name != "b":
-            assert served.error is None
+        assert wait_for(lambda: served.version.name == "b") and served.error is None
         assert torch.equal(served(IDS), job.rows["b"])
         job.save("c", IDS[:5], since="b")
-        while served.version.name != "c":
-            pass
+        assert wait_for(lambda: served.version.name == "c")
         assert torch.equal(served(IDS), job.rows["c"])
         served.rollback("a")
         assert torch.equal(served(IDS), job.rows["a"])
@@ -259,18 +259,17 @@ def test_lookups_go_on_and_nothing_is_lost_while_a_store_gives_no_answer(tmp_pat
 
     def silent(fs, path, *args):
         asked.set()
-        answers.wait()
+        came(answers)
         return original(fs, path, *args)
 
     with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving") as served:
         job.save("b", IDS[:5], since="a")
         monkeypatch.setattr(kind, "cat_file", silent)
         served.follow(0.01)
-        asked.wait()
+        came(asked)
         assert torch.equal(served(IDS), job.rows["a"]) and served.version.name == "a" and served.error is None
         answers.set()
-        while served.version.name != "b":
-            assert served.error is None
+        assert wait_for(lambda: served.version.name == "b") and served.error is None
         assert torch.equal(served(IDS), job.rows["b"])
 
 
@@ -303,8 +302,7 @@ def test_processes_of_a_machine_share_one_copy(tmp_path, job, url):
     threads = [threading.Thread(target=opens) for _ in range(4)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    ended(*threads)
     assert not failed
     for one in served:
         assert torch.equal(one(IDS), job.rows["a"])

@@ -19,6 +19,7 @@ from oneemb.sinks.index_build import IndexBuild
 from tests.support.forks import ended_well, in_child
 from tests.support.interrupts import interrupt_soon, interrupted
 from tests.support.published import DIM, Job, publishing
+from tests.support.waits import ended
 
 THREAD = "oneemb-index"
 PIECES = 2
@@ -206,8 +207,7 @@ def test_a_search_sees_one_version_while_new_indexes_take_the_place_of_old_ones(
         for _ in range(12):
             save_and_flush(job, publisher)
         done.set()
-        for thread in threads:
-            thread.join()
+        ended(*threads)
         wait_for_builds()
     assert not wrong and len(seen) > 2
 
@@ -331,7 +331,7 @@ if __name__ == "__main__":
     publisher = publishing(job, sink)
     publisher.flush()
     due(job, publisher, sink)
-    begun.wait()
+    assert begun.wait(60)
 """
 
 

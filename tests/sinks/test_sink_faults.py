@@ -26,6 +26,7 @@ from tests.support.published import (
     read_redis_at_once,
 )
 from tests.support.redis_process import Proxy, redis_process
+from tests.support.waits import ended
 
 PATIENCE_S = 600
 ON_DISK = [kind for kind in KINDS if not kind.startswith("redis")]
@@ -405,7 +406,7 @@ def test_readers_of_the_server_see_one_version_at_any_time(job, redis_server):
             job.save(f"v{n}", whole=n == 6)
             publisher.flush()
     done.set()
-    reader.join()
+    ended(reader)
     assert not torn and len(seen) > 1
 
 
@@ -568,8 +569,7 @@ def test_searches_go_on_while_versions_are_added(job, index):
             job.save(f"v{n}")
             publisher.flush()
         done.set()
-        for thread in threads:
-            thread.join()
+        ended(*threads)
     assert not wrong and len(seen) > 1
 
 
@@ -604,7 +604,7 @@ def test_a_backlog_that_is_too_large_is_an_error_or_a_pause(job, caplog):
         timer.start()
         its.check()
         assert taken == ["v3"] and "training waits for sinks" in caplog.text
-        timer.join()
+        ended(timer)
     its = publishing(job, fails, max_versions=0)
     with pytest.raises(oneemb.PublishError, match="ValueError: no room in the shop"):
         its.flush()

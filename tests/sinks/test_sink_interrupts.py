@@ -15,6 +15,7 @@ from oneemb.storage.fs import LocalFileSystem
 from tests.support.forks import ended_well, in_child
 from tests.support.interrupts import interrupt_soon, interrupted
 from tests.support.published import INDEXES, publishing, read_files, read_index
+from tests.support.waits import came, ended
 
 
 class Slow:
@@ -29,13 +30,13 @@ class Slow:
     def apply(self, changes):
         self._sink.apply(changes)
         self.begun.set()
-        self.goes_on.wait()
+        came(self.goes_on)
 
 
 def test_a_close_that_is_interrupted_leaves_no_folder_locked(job, tmp_path):
     slow = Slow(oneemb.sinks.Files(tmp_path / "sink"))
     publisher = oneemb.publish(job.folder, [slow], seconds=0.01)
-    slow.begun.wait()
+    came(slow.begun)
     with pytest.raises(KeyboardInterrupt):
         interrupt_soon()
         publisher.close()
@@ -53,7 +54,7 @@ def test_a_close_that_is_interrupted_leaves_no_folder_locked(job, tmp_path):
 def test_the_thread_at_work_closes_the_sink_of_a_close_that_was_interrupted(job, tmp_path):
     slow = Slow(oneemb.sinks.Files(tmp_path / "sink"))
     publisher = oneemb.publish(job.folder, [slow], seconds=0.01)
-    slow.begun.wait()
+    came(slow.begun)
     with pytest.raises(KeyboardInterrupt):
         interrupt_soon()
         publisher.close()
@@ -149,16 +150,16 @@ def test_ctrl_c_ends_the_wait_for_a_turn():
         def holds(held=held, begun=begun, ends=ends):
             with getattr(one, held)():
                 begun.set()
-                ends.wait()
+                came(ends)
 
         holder = threading.Thread(target=holds)
         holder.start()
-        begun.wait()
+        came(begun)
         with pytest.raises(KeyboardInterrupt):
             interrupt_soon()
             in_turns(wanted, one)
         ends.set()
-        holder.join()
+        ended(holder)
         assert in_turns("alone", one) and in_turns("shared", one)
 
 
@@ -169,15 +170,15 @@ def test_a_child_of_fork_has_no_turn_of_its_parent(kind):
     def holds():
         with getattr(one, kind)():
             begun.set()
-            ends.wait()
+            came(ends)
 
     holder, timer = threading.Thread(target=holds), threading.Timer(0.2, ends.set)
     holder.start()
-    begun.wait()
+    came(begun)
     timer.start()  # The fork waits for the block.
     child = in_child(lambda: in_turns("alone", one))
     assert ended_well(child) is True
-    holder.join()
+    ended(holder)
 
 
 def test_an_interrupt_at_any_line_leaves_no_folder_locked(tmp_path):

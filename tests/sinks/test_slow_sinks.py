@@ -9,13 +9,14 @@ import oneemb
 from oneemb.kernels.threads import Threads
 from oneemb.storage.table.persistent_table import PersistentTable
 from tests.support.published import PREFIX, Place, publishing, read_redis
+from tests.support.waits import came, ended
 
 
 def test_training_waits_for_a_sink_that_is_slower_and_no_version_is_left_out(job):
     may_take, taken, behind = threading.Semaphore(0), [], []
 
     def slow(changes):
-        may_take.acquire()
+        assert may_take.acquire(timeout=60)
         taken.append(changes.version.name)
 
     with oneemb.publish(job.folder, [slow], seconds=0.001, max_versions=2, when_full="pause") as publisher:
@@ -38,10 +39,10 @@ def test_a_close_ends_the_wait_of_training_for_a_sink(job, fails):
         begun.set()
         if fails:
             raise ValueError("no room")
-        goes_on.wait()
+        came(goes_on)
 
     publisher = oneemb.publish(job.folder, [sink], seconds=0.001, max_versions=0, when_full="pause")
-    begun.wait()
+    came(begun)
 
     def check():
         try:
@@ -53,9 +54,9 @@ def test_a_close_ends_the_wait_of_training_for_a_sink(job, fails):
     training.start()
     closing = threading.Thread(target=publisher.close)
     closing.start()
-    training.join()
+    ended(training)
     goes_on.set()
-    closing.join()
+    ended(closing)
     assert len(ends) == 1 and "the publisher is closed" in ends[0]
 
 
@@ -66,17 +67,17 @@ def test_a_close_waits_for_one_batch_of_a_slow_sink_and_the_next_publisher_gives
         for batch in changes.batches(3):
             read.append(len(batch.id_N))
             begun.set()
-            closed.wait()
+            came(closed)
 
     publisher = oneemb.publish(job.folder, [slow], seconds=0.001)
-    begun.wait()
+    came(begun)
     closing = threading.Thread(target=publisher.close)
     closing.start()
     with pytest.raises(oneemb.StorageError, match="the publisher is closed"):
         while True:
             publisher.check()
     closed.set()
-    closing.join()
+    ended(closing)
     assert len(read) == 1
     with publishing(job, slow):
         pass

@@ -1,4 +1,4 @@
-"""A pull that was killed in the middle of a file: the next one downloads the pieces that are not there, and no others."""
+"""A pull that was killed in the middle of a file: the next one downloads only the pieces that are not there."""
 
 import signal
 import subprocess
