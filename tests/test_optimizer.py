@@ -765,6 +765,26 @@ def test_a_hook_of_a_subclass_with_a_step_of_its_own_is_called_once_a_step(made,
     assert calls == ["before", "after"]
 
 
+def test_a_hook_that_a_closure_registers_is_called_after_the_same_step_as_in_torch(made):
+    weight, embedding = torch.nn.Parameter(torch.ones(1)), made()
+    called = []
+    for optimizer in (
+        torch.optim.SGD([weight], lr=0.5), oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.5)),
+    ):  # fmt: skip
+        calls = []
+
+        def closure(optimizer=optimizer, calls=calls):
+            if not calls:
+                optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+                optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+            calls.append("closure")
+
+        for _ in range(2):
+            optimizer.step(closure)
+        called.append(calls)
+    assert called[0] == called[1] == ["closure", "after", "before", "closure", "after"]
+
+
 def test_the_optimizers_own_state_dict_is_torchs(made):
     embedding, mlp, optimizer = trained(made)
     state = copy.deepcopy(optimizer.state_dict())

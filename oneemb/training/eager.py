@@ -54,7 +54,8 @@ def _unrecorded(step: Callable[..., Any]) -> Any:
     def call(optimizer: "Optimizer", *args: Any, **kwargs: Any) -> Any:
         # Torch has wrapped the step of a subclass that has its own, and that wrapper calls the hooks.
         is_in_wrapper = getattr(type(optimizer).step, "__code__", None) is recorded.__code__
-        if not is_in_wrapper and is_observed(optimizer):
+        # A closure may register a hook, which the wrapper calls after this step.
+        if not is_in_wrapper and (args or kwargs or is_observed(optimizer)):
             return recorded(optimizer, *args, **kwargs)
         if (building := building_now()) is not None:
             building.check_step(optimizer)
