@@ -158,7 +158,7 @@ class Delivery:
         backlog, shown, error, now = self.backlog(), self._shown, self.error, time.time()
         saved = [changes.snapshot.info.created for changes in backlog]
         offered = self._versions.offered
-        if not saved and offered is not None and offered.identity != (shown and shown.identity):
+        if not saved and offered is not None and offered.identity != (None if shown is None else shown.identity):
             saved = [offered.created or now]  # The copy of the store does not have the version yet.
         return {
             "version": None if shown is None else shown.name,

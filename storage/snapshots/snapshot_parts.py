@@ -181,8 +181,8 @@ class Damaged:
         of folders change it."""
         if self.saved is None:
             return None
-        sequence, created = (a > b for a, b in zip(self.saved, (snapshot.sequence, snapshot.info.created), strict=True))
-        return sequence if sequence == created else None  # Of two numbers that disagree, one is damaged.
+        by_number, by_time = self.saved[0] > snapshot.sequence, self.saved[1] > snapshot.info.created
+        return by_number if by_number == by_time else None  # Of two numbers that disagree, one is damaged.
 
 
 class FoundParts:

@@ -18,7 +18,7 @@ from oneemb.sinks import index_build, index_sink
 from oneemb.sinks.index_build import IndexBuild
 from tests.support.forks import ended_well, in_child
 from tests.support.interrupts import interrupt_soon, interrupted
-from tests.support.published import DIM, Job, publishing
+from tests.support.published import DIM, Job, publishing, rows_of as published_rows
 from tests.support.waits import ended
 
 THREAD = "oneemb-index"
@@ -95,7 +95,7 @@ def made_sink(make, folder=None, **options):
 
 def rows_of(job, name):
     rows = {id: np.frombuffer(row, np.float32) for (table, id), row in job.rows[name].items() if table == 1}
-    return np.array(list(rows)), np.array(list(rows.values()))
+    return np.array(list(rows)), np.array(list(rows.values())).reshape(-1, DIM)
 
 
 def check(job, sink, name, count=5000):
@@ -210,6 +210,64 @@ def test_a_search_sees_one_version_while_new_indexes_take_the_place_of_old_ones(
         ended(*threads)
         wait_for_builds()
     assert not wrong and len(seen) > 2
+
+
+def test_a_cap_holds_in_the_index_in_use_and_in_the_new_one(job):
+    cap, gate = 1400, Gate()
+    sink = made_sink(Exact(gate), max_rows=cap)
+    first = dict(zip(*(one.tolist() for one in rows_of(job, "v0")), strict=True))
+
+    def check_capped(name):
+        """Rows of deltas stay, since they are newer than those of the whole snapshot; as many others as there is room
+        for stay too."""
+        ids, rows = rows_of(job, name)
+        newer = {id for id, row in zip(ids.tolist(), rows.tolist(), strict=True) if first.get(id) != row}
+        score_QK, id_QK, version = sink.search(np.zeros((1, DIM), np.float32), 5000)
+        found = id_QK[0][id_QK[0] >= 0]
+        assert version.name == name and newer <= set(found.tolist())
+        assert len(newer) < len(set(found.tolist())) == len(found) == min(cap, len(ids))
+        distances = dict(zip(ids.tolist(), (rows.astype(np.float64) ** 2).sum(1), strict=True))
+        np.testing.assert_allclose(score_QK[0][: len(found)], [distances[id] for id in found.tolist()], rtol=1e-4)
+
+    with publishing(job, sink) as publisher:
+        publisher.flush()
+        assert len(rows_of(job, "v0")[0]) > cap
+        check_capped("v0")
+        index, name = due(job, publisher, sink)
+        assert gate.reached.wait(60)
+        for _ in range(2):
+            check_capped(name)
+            name = save_and_flush(job, publisher)
+        assert sink.view.index is index
+        gate.open()
+        wait_for_builds()
+        assert sink.view.index is not index
+        check_capped(name)
+        check_capped(save_and_flush(job, publisher))
+        wait_for_builds()
+
+
+@pytest.mark.parametrize("vectors", [None, lambda weight_ND: weight_ND])
+def test_a_table_that_is_emptied_while_an_index_is_built_is_shown_empty_and_filled_again(job, vectors):
+    gate = Gate()
+    sink = made_sink(Exact(gate), vectors=vectors)
+    with publishing(job, sink) as publisher:
+        publisher.flush()
+        due(job, publisher, sink)
+        assert gate.reached.wait(60)
+        job.embedding.erase(job.embedding.ids(table=1), 1)
+        job.embedding.save_delta("empty", job.embedding.last_snapshot)
+        job.rows["empty"] = published_rows(job.embedding)
+        flushing = threading.Thread(target=publisher.flush)
+        flushing.start()  # It waits for the build, whose index is of no use.
+        gate.open()
+        ended(flushing)
+        assert not building() and len(rows_of(job, "empty")[0]) == 0
+        check(job, sink, "empty")
+        for _ in range(2):
+            name = save_and_flush(job, publisher)
+            check(job, sink, name)
+            wait_for_builds()
 
 
 def test_a_build_that_fails_is_an_error_once_and_loses_nothing(job):
