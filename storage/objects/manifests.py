@@ -263,7 +263,7 @@ def _number(value: Any) -> int:
 def _time(fields: dict[str, Any]) -> float:
     """Time of a save in a text, in seconds since 1970; 0.0 = the text has none."""
     value = fields.get("created")
-    return float(value) if type(value) in (int, float) and 0 <= value < 1 << 40 else 0.0
+    return float(value) if isinstance(value, int | float) and 0 <= value < 1 << 40 else 0.0
 
 
 def _digest(value: Any) -> str:
