@@ -49,7 +49,10 @@ class InferenceEmbedding(Following, torch.nn.Module):
             raise TypeError(f"{cls.__name__} is made by open; call oneemb.{cls.__name__}.open(path)")
         return super().__new__(cls)
 
-    def __init__(self, file: ServedFile | LayeredFile, source: Source | None, absent: str, threads: Threads):
+    def __init__(
+        self, file: ServedFile | LayeredFile, source: Source | None, absent: str, threads: Threads,
+        unread: Sequence[StorageError] = (),
+    ):  # fmt: skip
         super().__init__()
         self._backend = HostBackend(threads)
         self._served: Served | None = Served(file, absent, self._backend)
@@ -57,6 +60,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
         self._whole_files = WholeFiles()
         self._what = "a newer snapshot" if source is None else f"a newer snapshot of {source.name}"
         self._choice: object = None  # Replaced by each call that chooses a version.
+        self._set_error(unread)
 
     @classmethod
     def open(
@@ -135,9 +139,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
             file = opened
         if verify:
             file.verify()
-        served = cls(file, source, absent, threads)
-        served._set_error(unread)
-        return served
+        return cls(file, source, absent, threads, unread)
 
     # ---- lookups ----------------------------------------------------------------------------------------------------
 

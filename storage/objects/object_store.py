@@ -34,7 +34,7 @@ _PASSWORD = re.compile("//([^/@:]*):[^/@]*@")
 T = TypeVar("T")
 
 
-class Calls:
+class StoreCalls:
     """Calls of stores that are at work. Any thread may call it."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class ObjectStore:
         ImportError: the package of the file system is missing.
     """
 
-    def __init__(self, url: str, options: dict[str, Any] | None = None, calls: "Calls | None" = None):
+    def __init__(self, url: str, options: dict[str, Any] | None = None, calls: "StoreCalls | None" = None):
         import fsspec
 
         url = os.fspath(url) if isinstance(url, os.PathLike) else url
@@ -103,7 +103,7 @@ class ObjectStore:
                 f"url must be one that fsspec knows, such as s3://bucket/items, got {url!r}: {error}"
             ) from error
         self._fs, self._root = fs, root.rstrip("/")
-        self.url, self.calls = url.rstrip("/"), Calls() if calls is None else calls
+        self.url, self.calls = url.rstrip("/"), StoreCalls() if calls is None else calls
         self._local = isinstance(fs, fsspec.implementations.local.LocalFileSystem)
         self.folder = os.path.realpath(root) if self._local else None
         """The folder of the objects, if the store is one."""
