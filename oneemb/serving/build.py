@@ -239,6 +239,9 @@ def open_snapshot(
             found.identity == served.identity or found.sequence <= served.sequence and not is_gone(source.looks, served)
         ):
             if name is None and source.stored is None:  # An object store itself says which is the newest.
+                lost = source.looks.look().damaged_of(served.name)
+                if found.sequence < served.sequence and lost:
+                    raise lost[0].error()
                 tell_unread(source.looks, found, unread, raises=True)
             return None
         if error is not None and found.identity == failed:
