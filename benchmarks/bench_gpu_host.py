@@ -150,13 +150,15 @@ def timed(gpu: launch.Gpu, what: str, call: Callable[[], None], runs: int) -> di
 def microseconds_of_loops(gpu: launch.Gpu, call: Callable[[], None], runs: int = 100) -> dict[str, float]:
     """Host time of each loop of a call, by name, all its launches together."""
     found: dict[str, list[float]] = defaultdict(list)
-    names = "run", "run_rows", "run_shares"
+    names = "run", "run_rows", "run_shares", "run_in_turn"
 
     def clocked(launched: Callable[..., None]) -> Callable[..., None]:
         def one(loop: Any, *args: Any, **how: Any) -> None:
             start = time.perf_counter()
             launched(loop, *args, **how)
-            found[loop.__name__].append((time.perf_counter() - start) * 1e6)
+            end = time.perf_counter()
+            loops = [one for one, _ in loop] if isinstance(loop, tuple) else [loop]  # of `run_in_turn`
+            found[", ".join(one.__name__ for one in loops)].append((end - start) * 1e6)
 
         return one
 

@@ -22,6 +22,18 @@ BEYOND = -2
 """Slot, on a GPU, in each place after the last key of a lookup. -1 is the slot of a key that has none."""
 
 
+def vector_width(dim: int, weight_SX: Array, *others: Array) -> int:
+    """V, the weights that a CUDA loop may take at a time: as many as fill 16 bytes if every row of every array is
+    aligned to 16 bytes and D is a multiple of V; else 1."""
+    width = 16 // weight_SX.element_size()
+    if dim % width:
+        return 1
+    for array in (weight_SX, *others):
+        if array.data_ptr() % 16 or array.stride(0) * array.element_size() % 16:
+            return 1
+    return width
+
+
 @dataclass(frozen=True)
 class Bags:
     """Arrangement of N ids in P bags."""

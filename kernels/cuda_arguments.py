@@ -12,6 +12,7 @@ Most of a launch's time goes into reading tensors. So the words of a tensor that
 writes only their addresses, and the numbers, into the buffer of the earlier one (`refiller_of`).
 """
 
+import functools
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -140,33 +141,37 @@ def pack(buffer, args):
 Refiller = Callable[..., bool]
 
 
-def refiller_of(signature: Signature) -> tuple[Refiller, tuple[str, ...]]:
-    """Make a function that writes other arguments into a buffer that holds arguments of this signature.
+@functools.cache
+def refiller_of(signatures: tuple[Signature, ...]) -> tuple[Refiller, tuple[tuple[str, ...], ...]]:
+    """Make a function that writes other arguments into buffers that hold arguments of these signatures, one each.
 
     Returns:
-        The function (args, *views), and the formats of the views of the buffer that it takes. It writes the addresses
-        of arrays, and the numbers. The arrays must have the dtypes and shapes of those in the buffer. It returns False,
-        and has written nothing, if a number has another type than in `signature`.
+        The function (arguments of each, *views), and the formats of the views of each buffer that it takes, in this
+        order. It writes the addresses of arrays, and the numbers. The arrays must have the dtypes and shapes of those
+        in the buffers. It returns False, and has written nothing, if a number has another type than in its signature.
     """
-    targets, writes, scope = _places(signature)
-    forms = tuple(sorted({form for _, form, _, _ in writes}))
-    checks, lines = [], []
-    for name, form, at, kinds in writes:
-        lines.append(f"v_{_NAMES[form]}[{at}] = {name}{'' if kinds else '.data_ptr()'}")
-        if kinds:
-            checks.append("(" + " or ".join(f"type({name}) is {kind}" for kind in kinds) + ")")
-    views = "".join(f", v_{_NAMES[form]}" for form in forms)
+    scope: dict[str, Any] = {}
+    targets, checks, lines, views = [], [], [], []
+    for b, signature in enumerate(signatures):
+        target, writes = _places(signature, f"a{b}", scope)
+        targets.append(target)
+        views.append(tuple(sorted({form for _, form, _, _ in writes})))
+        for name, form, at, kinds in writes:
+            lines.append(f"v{b}_{_NAMES[form]}[{at}] = {name}{'' if kinds else '.data_ptr()'}")
+            if kinds:
+                checks.append("(" + " or ".join(f"type({name}) is {kind}" for kind in kinds) + ")")
+    names = "".join(f", v{b}_{_NAMES[form]}" for b, forms in enumerate(views) for form in forms)
     body = "\n    ".join(lines)
     source = f"""
-def refill(args{views}):
-    {targets} = args
+def refill(args{names}):
+    ({"".join(f"{target}, " for target in targets)}) = args
     if not ({" and ".join(checks) or "True"}):
         return False
     {body}
     return True
 """
     exec(source, scope)
-    return scope["refill"], forms
+    return scope["refill"], tuple(views)
 
 
 _NAMES = {form: str(number) for number, form in enumerate(_FORMS.values())}
@@ -174,15 +179,19 @@ _ADDRESS = 4
 """Which word of an array's record is the address."""
 
 
-def _places(signature: Signature) -> tuple[str, list[tuple[str, str, int, list[str]]], dict[str, Any]]:
+def _places(
+    signature: Signature, names: str, scope: dict[str, Any]
+) -> tuple[str, list[tuple[str, str, int, list[str]]]]:
     """Where a buffer has the addresses and numbers of arguments.
 
+    Args:
+        names: beginning of the names that are made here.
+        scope: gets {name of a type: type}.
+
     Returns:
-        The left side of an assignment that gives each array and number a name; for each of them (name, format, place in
-        a view of the buffer of this format, names of the types that a number may have, none for an array); and
-        {name of a type: type}.
+        The left side of an assignment that gives each array and number a name; and for each of them (name, format,
+        place in a view of the buffer of this format, names of the types that a number may have, none for an array).
     """
-    scope: dict[str, Any] = {}
     writes: list[tuple[str, str, int, list[str]]] = []
     end = 0
 
@@ -190,7 +199,7 @@ def _places(signature: Signature) -> tuple[str, list[tuple[str, str, int, list[s
         nonlocal end
         if isinstance(kind, tuple):
             return "(" + "".join(f"{target(one)}, " for one in kind) + ")"
-        name, (dtype, ndim) = f"a{len(writes)}", dimensions(kind)
+        name, (dtype, ndim) = f"{names}_{len(writes)}", dimensions(kind)
         form = _FORMS[dtype] if ndim is None else "q"
         size, kinds = struct.calcsize(form), []
         end += -end % size
@@ -202,7 +211,7 @@ def _places(signature: Signature) -> tuple[str, list[tuple[str, str, int, list[s
         end += size if kinds else size * (5 + 2 * (ndim or 0))
         return name
 
-    return target(signature), writes, scope
+    return target(signature), writes
 
 
 class _PackerText:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oneemb.kernels import launch, reduce_grads_cuda
+from oneemb.kernels import launch
 from oneemb.kernels.admit_cuda import DeviceAdmission, admit_rows_cuda
 from oneemb.kernels.arrays import Bags, RowsOfIds, Terms, rows_of_columns
 from oneemb.kernels.backend import BITS, SUM_MAX
@@ -45,7 +45,7 @@ from oneemb.kernels.pool_cuda import (
     scale_grads_cuda,
     spread_max_grads_cuda,
 )
-from oneemb.kernels.reduce_grads_cuda import Segments, reduce_grads_cuda as sum_segments_cuda
+from oneemb.kernels.reduce_grads_cuda import Segments, reduce_grads_cuda as sum_segments_cuda, segments_of
 from oneemb.kernels.row_update_cuda import run_row_update_cuda
 from oneemb.kernels.unique_keys_cuda import DeviceKeys, unique_keys_cuda
 
@@ -206,9 +206,8 @@ class CudaBackend:
         spread_max_grads_cuda(bags, argmax_PD, grad_PX, out_NX, gpu=self.gpu)
 
     def segments(self, keys: Any, bags: Bags | None, grad_NX: torch.Tensor, scale_N: torch.Tensor | None) -> Segments:
-        found = reduce_grads_cuda.occurrences(keys.narrow_N, keys.id_U.shape[0], gpu=self.gpu)
         bag_N = None if bags is None else bags.bag_N
-        return reduce_grads_cuda.segments_of(grad_NX, found, bag_N, scale_N, gpu=self.gpu)
+        return segments_of(grad_NX, keys.narrow_N, keys.id_U.shape[0], bag_N, scale_N, gpu=self.gpu)
 
     def sum_segments(self, segments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return sum_segments_cuda(segments, self.go_1, gpu=self.gpu)

@@ -8,9 +8,10 @@ thread: threads of autograd and of users may have none, or that of another GPU, 
 import ctypes
 import functools
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from oneemb.kernels.cuda_arguments import Packer, Refiller, Signature
+from oneemb.kernels.cuda_arguments import Packer, Signature, refiller_of
 
 ARGUMENTS_BYTES_MAX = 4096
 """Bytes of arguments that the driver takes."""
@@ -116,14 +117,18 @@ arguments = _FreeArguments()
 
 
 class Repeated:
-    """A launch that may be made again with other addresses and numbers: it keeps its buffer."""
+    """Launches that may be made again, one after the other, with other addresses and numbers: each keeps its buffer."""
 
-    def __init__(self, kernel: "Kernel", own: Arguments, grid: tuple[int, int, int]):
-        self.kernel, self.own, self.grid = kernel, own, grid
+    def __init__(self, launched: "Sequence[Launched]"):
+        self.launched, self.loops = launched, len(launched)
         self.is_busy = False
-        """Whether a launch is filling the buffer. Another launch of the thread may come in its middle."""
-        view = memoryview(own.buffer).cast("B")
-        self.views = tuple(view.cast(form) for form in kernel.forms)  # type: ignore[call-overload]  # of any format
+        """Whether a launch is filling the buffers. Another launch of the thread may come in its middle."""
+        self.refill, forms = refiller_of(tuple(one.kernel.signature for one in launched))
+        self.views = tuple(
+            memoryview(one.own.buffer).cast("B").cast(form)  # type: ignore[call-overload]  # of any format
+            for one, forms_of_loop in zip(launched, forms, strict=True)
+            for form in forms_of_loop
+        )
 
 
 class Kernel(NamedTuple):
@@ -136,9 +141,16 @@ class Kernel(NamedTuple):
     bytes: int
     """Size of its arguments."""
     signature: Signature
-    refill: Refiller
-    forms: tuple[str, ...]
-    """Formats of the views that `refill` takes."""
+
+
+class Launched:
+    """A launch of a loop, with the buffer of its arguments. `grid`: number of blocks, threads of a block in x and y."""
+
+    def __init__(self, kernel: Kernel, own: Arguments, grid: tuple[int, int, int]):
+        self.kernel, self.own, self.grid = kernel, own, grid
+        blocks, threads_x, threads_y = grid
+        self.words = kernel.function, blocks, 1, 1, threads_x, threads_y, 1, 0
+        """First arguments of cuLaunchKernel, up to the bytes of shared memory."""
 
 
 class Device:
@@ -177,21 +189,27 @@ class Device:
         assert function.value
         return function.value
 
-    def launch(self, kernel: Kernel, own: Arguments, blocks: int, threads_x: int, threads_y: int, stream: int) -> None:
-        """Launch a loop on a stream, given by its handle, with the first `own.size` bytes of `own.buffer` as arguments.
+    def launch(self, launches: Sequence[Launched], stream: int) -> None:
+        """Launch loops on a stream, given by its handle, one after the other, each with the first `own.size` bytes of
+        its `own.buffer` as arguments.
 
         Raises:
-            DriverError: the launch failed, or one before it on this device.
+            DriverError: a launch failed, or one before it on this device.
         """
-        code = self._current(own.context_at)
-        before, context = own.context.value, self.context
+        launch, first = self._launch, launches[0].own
+        code = self._current(first.context_at)
+        before, context = first.context.value, self.context
         if before != context:
             code = code or _driver().cuCtxSetCurrent(context)
-        code = code or self._launch(kernel.function, blocks, 1, 1, threads_x, threads_y, 1, 0, stream, None, own.extra)
+        for one in launches:
+            code = code or launch(*one.words, stream, None, one.own.extra)
+            if code:
+                break
         if before != context:
             _driver().cuCtxSetCurrent(before)
         if code:
+            blocks, *threads = one.grid
             raise DriverError(
-                f"cannot launch {kernel.name} on {blocks} x ({threads_x}, {threads_y}) threads, or a launch before it"
-                " has failed", code,
+                f"cannot launch {one.kernel.name} on {blocks} x {tuple(threads)} threads, or a launch before it has"
+                " failed", code,
             )  # fmt: skip

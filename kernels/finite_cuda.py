@@ -9,9 +9,9 @@ the sums are made once more and looked at: most steps leave that loop at once. S
 import numpy as np
 import torch
 
-from oneemb.kernels.arrays import Array
+from oneemb.kernels.arrays import Array, vector_width
 from oneemb.kernels.jit import Number, cuda, load
-from oneemb.kernels.launch import Gpu, vector_width
+from oneemb.kernels.launch import Gpu
 from oneemb.kernels.reduce_grads_cuda import Segments, is_nonfinite, sum_segment
 
 V = 1

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from oneemb.kernels.arrays import Array
+from oneemb.kernels.arrays import Array, vector_width
 from oneemb.kernels.hash_index_cuda import PLACE_MASK, seek
 from oneemb.kernels.init_rows_cuda import ListedSlots
 from oneemb.kernels.jit import cuda, move
-from oneemb.kernels.launch import Gpu, vector_width
+from oneemb.kernels.launch import Gpu
 
 if TYPE_CHECKING:
     from oneemb.kernels.unique_keys_cuda import DeviceKeys
@@ -89,10 +89,13 @@ def look_up_cuda(
     size, dim = out_ND.shape
     absent_R, key_R = gpu.empty(2, size, dtype=torch.int64).unbind()
     absent_1 = gpu.filled(1)
-    v = vector_width(dim, weight_SX, out_ND)
+    v, head_U, inverse_N = vector_width(dim, weight_SX, out_ND), keys.head_U, keys.inverse_N
     gpu.run_rows(
-        look_up_loop.at(V=v), size, dim // v, cell_C2, weight_SX, keys.table_U, keys.id_U, keys.head_U, keys.size_2,
-        keys.inverse_N, inserted_2, out_ND, count_4, absent_R, key_R, absent_1,
+        look_up_loop.at(V=v), size, dim // v, cell_C2, weight_SX, keys.table_U, keys.id_U, head_U, keys.size_2,
+        inverse_N, inserted_2, out_ND, count_4, absent_R, key_R, absent_1,
+        shapes=(
+            cell_C2.shape, weight_SX.shape, weight_SX.dtype, keys.id_U.shape, head_U.shape, inverse_N.shape, dim
+        ),
     )  # fmt: skip
     return ListedSlots(absent_R, key_R, absent_1)
 

@@ -107,8 +107,14 @@ def init_rows_cuda(
     pieces = max(-(-int(weight_SX.shape[1]) // 4), 1)
     slots = slot_U if isinstance(slot_U, ListedSlots) else ListedSlots(slot_U, slot_U[:0], slot_U)
     # Of listed slots there are few or none as a rule: not so many blocks begin for nothing.
-    rows = len(slots.slot_R) if slots is not slot_U else min(len(slots.slot_R), _LISTED_MAX)
+    rows, shapes = slots.slot_R.shape[0], None
+    if slots is slot_U:
+        rows = min(rows, _LISTED_MAX)
+        shapes = (
+            weight_SX.shape, weight_SX.dtype, row_SW.shape, slots.slot_R.shape, slots.count_X.shape, id_U.shape,
+            initial.kind_TC.shape, state.shape,
+        )  # fmt: skip
     gpu.run_rows(
         init_loop, rows, pieces, weight_SX, row_SW, *slots, table_U, id_U, initial.seed, initial.kind_TC,
-        initial.param_TC4, initial.end_C, state, state_begin,
+        initial.param_TC4, initial.end_C, state, state_begin, shapes=shapes,
     )  # fmt: skip

@@ -6,7 +6,7 @@ so that every loop can be tested on a machine without a GPU.
 Most launches of a step repeat those of the step before with other arrays of the same shapes. A caller that can say
 what decides the shapes passes it as `shapes`: then the thread's next launch with the same loop, sizes and `shapes`
 takes the buffer of the one before and writes only addresses and numbers. A launch made once keeps nothing; a buffer
-holds no array.
+holds no array. Loops that follow each other are repeated together (`Gpu.run_in_turn`).
 
 Invariants: a loop covers its range for any shape of the launch, since each of its threads advances by the size of the
 whole grid; no result depends on that shape; and launches with the same loop, sizes and `shapes` have arrays of the same
@@ -23,8 +23,8 @@ import torch
 
 from oneemb.kernels import cuda_code, cuda_driver
 from oneemb.kernels.arrays import BLOCK_MAX
-from oneemb.kernels.cuda_arguments import have_words, layout_of, packer_of, refiller_of, signature_of, with_words
-from oneemb.kernels.cuda_driver import Kernel, Repeated
+from oneemb.kernels.cuda_arguments import have_words, layout_of, packer_of, signature_of, with_words
+from oneemb.kernels.cuda_driver import Kernel, Launched, Repeated
 from oneemb.kernels.extras import missing
 from oneemb.kernels.jit import SIMULATED, CudaLoop
 
@@ -49,6 +49,13 @@ _SMALL = 256
 _REPEATED_MAX = 256
 
 _DRIVER_MIN = 13000  # CUDA 13.0 in cuDriverGetVersion's form, which compiled loops need
+
+
+Grid = tuple[int, int, int]
+"""Number of blocks, and number of threads of a block in x and y."""
+
+Forms = Sequence[tuple[CudaLoop, Grid]]
+"""Loops, with the grid of each."""
 
 
 class _OfThread(threading.local):
@@ -215,17 +222,25 @@ class Gpu:
     def run(self, loop: CudaLoop, size: int, *args: Any, shapes: Hashable = None) -> None:
         """Launch a loop in which each thread takes one of `size` items at a time."""
         key = None if shapes is None else (self, loop, size, shapes)
-        if size > 0 and (key is None or not self._repeat(key, loop, args)):
-            self._launch(loop, min(-(-size // _BLOCK), _BLOCKS_MAX), _BLOCK, 1, args, key)
+        if size > 0 and (key is None or not self._repeat(key, (args,))):
+            self._launch(((loop, self.grid(size)),), (args,), key)
+
+    def grid(self, size: int) -> Grid:
+        """Grid of a loop of `run`."""
+        return min(-(-size // _BLOCK), _BLOCKS_MAX), _BLOCK, 1
 
     def run_rows(self, loop: CudaLoop, rows: int, columns: int, *args: Any, shapes: Hashable = None) -> None:
         """Launch a loop in which `threadIdx.x` of a group of threads shares one of `rows` rows at a time. A group has
         no more threads than a row has pieces, `columns`: a power of two up to 32."""
         key = None if shapes is None else (self, loop, rows, columns, shapes)
-        if rows > 0 and (key is None or not self._repeat(key, loop, args)):
-            lanes = 1 << self.lane_bits(columns)
-            groups = _BLOCK // lanes
-            self._launch(loop, min(-(-rows // groups), _BLOCKS_MAX), lanes, groups, args, key)
+        if rows > 0 and (key is None or not self._repeat(key, (args,))):
+            self._launch(((loop, self.grid_of_rows(rows, columns)),), (args,), key)
+
+    def grid_of_rows(self, rows: int, columns: int) -> Grid:
+        """Grid of a loop of `run_rows`."""
+        lanes = 1 << self.lane_bits(columns)
+        groups = _BLOCK // lanes
+        return min(-(-rows // groups), _BLOCKS_MAX), lanes, groups
 
     def lane_bits(self, columns: int) -> int:
         """Bits of the number of threads that share a row of so many pieces."""
@@ -240,32 +255,60 @@ class Gpu:
     def run_shares(self, loop: CudaLoop, blocks: int, *args: Any, shapes: Hashable = None) -> None:
         """Launch a loop in which each of so many blocks takes consecutive items."""
         key = None if shapes is None else (self, loop, blocks, shapes)
-        if blocks > 0 and (key is None or not self._repeat(key, loop, args)):
-            self._launch(loop, blocks, _BLOCK, 1, args, key)
+        if blocks > 0 and (key is None or not self._repeat(key, (args,))):
+            self._launch(((loop, self.grid_of_shares(blocks)),), (args,), key)
 
-    def _repeat(self, key: Hashable, loop: CudaLoop, args: tuple) -> bool:
-        """Repeat a launch with these arguments. False = the thread has no launch with this key to repeat, or numbers
-        have other types than there."""
+    def grid_of_shares(self, blocks: int) -> Grid:
+        """Grid of a loop of `run_shares`."""
+        return blocks, _BLOCK, 1
+
+    def run_in_turn(self, forms: Callable[[], Forms], *args: tuple, shapes: Hashable) -> None:
+        """Launch several loops, one after the other, which costs the host less than a launch of each.
+
+        Args:
+            forms: makes the loops, with their grids.
+            args: arguments of each loop.
+            shapes: a value that decides the forms too.
+        """
+        key = self, shapes
+        if not self._repeat(key, args):
+            self._launch(forms(), args, key)
+
+    def _repeat(self, key: Hashable, args: Sequence[tuple]) -> bool:
+        """Repeat a launch with these arguments of each loop. False = the thread has no launch with this key to repeat,
+        or numbers have other types than there."""
         again = cuda_driver.arguments.repeated.get(key)
         if again is None or again.is_busy:
             return False
         try:
             again.is_busy = True
-            if not again.kernel.refill(args, *again.views):
+            if not again.refill(args, *again.views):
                 return False  # Numbers of other types are for another form of the loop.
-            self.launches += 1
-            self._driver.launch(again.kernel, again.own, *again.grid, self.stream_now())
+            self.launches += again.loops
+            self._driver.launch(again.launched, self.stream_now())
         finally:
             again.is_busy = False
         return True
 
-    def _launch(
-        self, loop: CudaLoop, blocks: int, threads_x: int, threads_y: int, args: tuple, key: Hashable = None
-    ) -> None:  # fmt: skip
-        self.launches += 1
+    def _launch(self, forms: Forms, args: Sequence[tuple], key: Hashable = None) -> None:
+        self.launches += len(forms)
         if SIMULATED:
-            _simulate(loop, blocks, (threads_x, threads_y), args)
+            for (loop, (blocks, threads_x, threads_y)), args_of_loop in zip(forms, args, strict=True):
+                _simulate(loop, blocks, (threads_x, threads_y), args_of_loop)
             return
+        launched: list[Launched] = []
+        try:
+            for (loop, grid), args_of_loop in zip(forms, args, strict=True):
+                launched.append(self._packed(loop, grid, args_of_loop))
+            self._driver.launch(launched, self.stream_now())
+            if key is not None and self._is_second(key):
+                cuda_driver.arguments.repeated[key] = Repeated(launched)
+                launched = []
+        finally:
+            cuda_driver.arguments.free += [one.own for one in launched]
+
+    def _packed(self, loop: CudaLoop, grid: Grid, args: tuple) -> Launched:
+        """A launch of a loop with these arguments, still to be made."""
         free = cuda_driver.arguments.free
         own = free.pop() if free else cuda_driver.Arguments()
         try:
@@ -277,13 +320,11 @@ class Gpu:
                     break
             else:
                 kernel = self._loaded(loop, args, own)
-            own.size.value = kernel.bytes
-            self._driver.launch(kernel, own, blocks, threads_x, threads_y, self.stream_now())
-            if key is not None and self._is_second(key):
-                cuda_driver.arguments.repeated[key] = Repeated(kernel, own, (blocks, threads_x, threads_y))
-                own = cuda_driver.Arguments()
-        finally:
+        except BaseException:
             free.append(own)
+            raise
+        own.size.value = kernel.bytes
+        return Launched(kernel, own, grid)
 
     def _is_second(self, key: Hashable) -> bool:
         """Whether this thread makes a launch with this key for the second time. Nothing is kept of the first one."""
@@ -332,7 +373,7 @@ class Gpu:
                 continue
             packed = packer(own.buffer, args)
             assert packed
-            return Kernel(name, function, packer, layout_of(signature).size, signature, *refiller_of(signature))
+            return Kernel(name, function, packer, layout_of(signature).size, signature)
         assert failure is not None
         raise failure
 
@@ -422,15 +463,3 @@ def _check_cuda() -> None:
             "PyTorch finds no GPU that it can use (torch.cuda.is_available() is False); check nvidia-smi and"
             " CUDA_VISIBLE_DEVICES, or keep the embedding on the CPU"
         )
-
-
-def vector_width(dim: int, weight_SX: torch.Tensor, *others: torch.Tensor) -> int:
-    """V, the weights that a loop may take at a time: as many as fill 16 bytes if every row of every array is aligned to
-    16 bytes and D is a multiple of V; else 1."""
-    width = 16 // weight_SX.element_size()
-    if dim % width:
-        return 1
-    for array in (weight_SX, *others):
-        if array.data_ptr() % 16 or array.stride(0) * array.element_size() % 16:
-            return 1
-    return width

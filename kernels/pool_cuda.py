@@ -12,9 +12,9 @@ the acquisition reads both in one go.
 import numpy as np
 import torch
 
-from oneemb.kernels.arrays import Array, Bags
+from oneemb.kernels.arrays import Array, Bags, vector_width
 from oneemb.kernels.jit import Number, cuda, load, rule, store
-from oneemb.kernels.launch import Gpu, vector_width
+from oneemb.kernels.launch import Gpu
 from oneemb.kernels.reduce_grads_cuda import plus
 
 V = 1  # elements a thread takes at a time; `at(V=...)` sets it

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from oneemb.kernels.arrays import Array
+from oneemb.kernels.arrays import Array, vector_width
 from oneemb.kernels.jit import Number, cuda, load, rule, store
 from oneemb.kernels.jit_code import float_bits
 
@@ -197,62 +197,45 @@ def reduce_loop(
         u += cuda.gridDim.x * cuda.blockDim.y
 
 
-class Occurrences(NamedTuple):
-    """The ids of each key in batch order, and places for sums of parts."""
-
-    order_N: torch.Tensor
-    """int64 [N]: the ids of key u are order_N[begin_U1[u]], ..., order_N[begin_U1[u + 1] - 1]"""
-    begin_U1: torch.Tensor
-    """int64 [U + 1]"""
-    part_U: torch.Tensor
-    """int64 [U]: as of `Segments`"""
-    key_P: torch.Tensor
-    """int64 [P]: the key of each part"""
-    count_1: torch.Tensor
-    """int64 [1]: number of parts"""
-
-
-def occurrences(inverse_N: torch.Tensor, keys: int, *, gpu: "Gpu") -> Occurrences:
-    """The occurrences of each of `keys` keys. inverse_N: the key of each id, -1 for padding; int32, or int64, which are
-    more bytes to sort."""
-    # The sort is stable, so that ids of one key stay in batch order; padding, -1, comes first and is in no range.
-    sorted_N, order_N = torch.sort(inverse_N, stable=True)
-    size = order_N.shape[0]
-    # An upper bound: a key that has parts has more than PART occurrences, so at least PART / 2 for each part.
-    parts = 2 * size // PART if size > PART else 0
-    begin_U1, part_U = gpu.empty(keys + 1, dtype=torch.int64), gpu.empty(keys, dtype=torch.int64)
-    found = Occurrences(order_N, begin_U1, part_U, gpu.empty(parts, dtype=torch.int64), gpu.filled(1))
-    gpu.run(begin_loop, size, sorted_N, *found[1:], shapes=(keys, inverse_N.dtype))
-    return found
-
-
 def segments_of(
     grad_NX: torch.Tensor,
-    occurrences: Occurrences,
+    inverse_N: torch.Tensor,
+    keys: int,
     bag_N: torch.Tensor | None = None,
     scale_N: torch.Tensor | None = None,
     *,
     gpu: "Gpu",
 ) -> Segments:
-    """The gradients by unique key; the parts of keys with many occurrences are summed here already.
+    """The gradients of each of `keys` keys; the parts of keys with many occurrences are summed here already.
 
     Args:
         grad_NX: [N, D], or [P, D] of bags; C-contiguous, bits of float32, float16 (uint16) or bfloat16 (int16).
-        occurrences: result of `occurrences`.
+        inverse_N: the key of each id, -1 for padding; int32, or int64, which are more bytes to sort.
         bag_N: int64 [N], the row of grad_NX for each id; None = its own.
         scale_N: float32 [N], the factor of each id's row; None = 1.
     """
-    from oneemb.kernels.launch import vector_width
-
-    order_N, begin_U1, part_U, key_P, count_1 = occurrences
-    dim, parts = grad_NX.shape[1], key_P.shape[0]
+    # The sort is stable, so that ids of one key stay in batch order; padding, -1, comes first and is in no range.
+    sorted_N, order_N = torch.sort(inverse_N, stable=True)
+    size, dim = order_N.shape[0], grad_NX.shape[1]
+    # An upper bound: a key that has parts has more than PART occurrences, so at least PART / 2 for each part.
+    parts = 2 * size // PART if size > PART else 0
+    begin_U1, part_U = gpu.empty(keys + 1, dtype=torch.int64), gpu.empty(keys, dtype=torch.int64)
+    key_P, count_1 = gpu.empty(parts, dtype=torch.int64), gpu.filled(1)
     scale_N = gpu.none(torch.float32) if scale_N is None else scale_N[order_N]
     order_N = order_N if bag_N is None else bag_N[order_N]
     segments = Segments(grad_NX, order_N, scale_N, begin_U1, part_U, gpu.empty(parts, dim, dtype=torch.float32))
-    if parts > 0:
-        v = vector_width(dim, grad_NX, segments.part_PD)
-        loop = sum_parts_loop.at(V=v, SCALED=segments.scaled)
-        gpu.run_rows(loop, parts, dim // v, *segments, key_P, count_1, shapes=segments.shapes)
+    begin = sorted_N, begin_U1, part_U, key_P, count_1
+    if parts == 0:
+        gpu.run(begin_loop, size, *begin, shapes=(keys, sorted_N.dtype))
+        return segments
+    v = vector_width(dim, grad_NX, segments.part_PD)
+    gpu.run_in_turn(
+        lambda: (
+            (begin_loop, gpu.grid(size)),
+            (sum_parts_loop.at(V=v, SCALED=segments.scaled), gpu.grid_of_rows(parts, dim // v)),
+        ),
+        begin, (*segments, key_P, count_1), shapes=(begin_loop, sorted_N.dtype, v, segments.shapes),
+    )  # fmt: skip
     return segments
 
 
@@ -265,8 +248,6 @@ def reduce_grads_cuda(
     Args:
         finite_1: the number that turns 0 if a sum is not finite; None = a new one.
     """
-    from oneemb.kernels.launch import vector_width
-
     keys, dim = segments.begin_U1.shape[0] - 1, segments.grad_NX.shape[1]
     grad_UD = gpu.empty(keys, dim, dtype=torch.float32)
     finite_1 = gpu.filled(1, 1) if finite_1 is None else finite_1

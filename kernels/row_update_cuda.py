@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oneemb.kernels.arrays import BEYOND, Array
+from oneemb.kernels.arrays import BEYOND, Array, vector_width
 from oneemb.kernels.jit import CudaLoop, Number, cuda, load, store
 from oneemb.kernels.reduce_grads_cuda import Segments, plus, sum_segment
 
@@ -303,14 +303,13 @@ def run_row_update_cuda(
     """Run an update's loop over all rows of slot_U, with gradients float32 [U, D] or the segments of the U keys. go_1,
     int64 [1] on the device: 0 = leave the rows as they are; None = go. dirty_S, bool [S]: dirty bits, which the loop
     sets; None = none."""
-    from oneemb.kernels.launch import vector_width
-
     dim = grad.shape[1]
     none, no_scale, no_parts, no_dirty = gpu.nothing(dim)
     if isinstance(grad, Segments):
-        arrays, how = grad, sum_segment
+        arrays, how, shapes = grad, sum_segment, grad.shapes
     else:
         arrays, how = Segments(grad, none, no_scale, none, none, no_parts), given
+        shapes = grad.shape, grad.is_contiguous()
     go_1 = gpu.filled(1, 1) if go_1 is None else go_1
     dirty_S = no_dirty if dirty_S is None else dirty_S
     v = vector_width(dim, weight_SX, row_SW, arrays.grad_NX, arrays.part_PD)
@@ -318,5 +317,5 @@ def run_row_update_cuda(
     loop = loop.at(V=v, gradient=how, SCALED=arrays.scaled)
     gpu.run_rows(
         loop, slot_U.shape[0], dim // v, weight_SX, row_SW, slot_U, *arrays, go_1, dirty_S, state_begin, scalars,
-        shapes=(weight_SX.shape, weight_SX.dtype, row_SW.shape, arrays.shapes, dirty_S.shape),
+        shapes=(weight_SX.shape, weight_SX.dtype, row_SW.shape, shapes, dirty_S.shape),
     )  # fmt: skip

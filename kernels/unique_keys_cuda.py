@@ -207,14 +207,16 @@ def unique_keys_cuda(
         scratch, (blocks, bits) = _scratch_for(size, gpu), gpu.shares(size)
         cell_C, cell_N, rank_N, count_B = scratch.arrays(size, blocks)
         padded, batch = padding_id is not None, scratch.next_batch()
-        shapes = size, scratch.ids, id_N.dtype
-        gpu.run(
-            claim_loop, size, table_N, id_N, tables, padded, padding_id or 0, batch, cell_C, cell_N, size_2,
-            shapes=shapes,
-        )  # fmt: skip
-        gpu.run_shares(first_loop, blocks, cell_C, cell_N, batch, bits, rank_N, count_B, shapes=shapes)
-        gpu.run(
-            collect_loop, size, table_N, id_N, cell_C, cell_N, bits, rank_N, count_B, table_U, id_U, head_U, size_2,
-            inverse_N, narrow_N, shapes=shapes,
+        gpu.run_in_turn(
+            lambda: (
+                (claim_loop, gpu.grid(size)), (first_loop, gpu.grid_of_shares(blocks)), (collect_loop, gpu.grid(size)),
+            ),
+            (table_N, id_N, tables, padded, padding_id or 0, batch, cell_C, cell_N, size_2),
+            (cell_C, cell_N, batch, bits, rank_N, count_B),
+            (
+                table_N, id_N, cell_C, cell_N, bits, rank_N, count_B, table_U, id_U, head_U, size_2, inverse_N,
+                narrow_N,
+            ),
+            shapes=(claim_loop, size, scratch.ids, id_N.dtype),
         )  # fmt: skip
     return DeviceKeys(table_U, id_U, head_U, size_2, inverse_N, (inverse_N, narrow_N), check)

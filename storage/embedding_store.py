@@ -232,32 +232,38 @@ class EmbeddingStore:
             ValueError: tables or offsets, on a GPU, are invalid; nothing has changed.
         """
         with self.store_lock:
-            self.store_lock.check(changes=True)
-            if self.looks_first:
-                self.check_open()
-                fill_caches(self.rows.tiers, self.rows.cached)
-                self.looks_first = False
-            self.pins.release_abandoned()
-            hot, engine = self.rows.hot, self.engine
-            begun, new = hot.begun, self.replicas.new_of(keys) if self.replicas else None
-            if engine is None:
-                found = self.pins.acquire(keys, prefetched)
-            else:
-                gone = engine.gone
-                try:
-                    found = engine.acquire(keys, prefetched, step=self.step, again=again, admits=admits, uses_U=uses_U)
-                except BaseException:
-                    if prefetched is not None:
-                        self.pins.cancel(prefetched)
-                    raise
-                finally:
-                    self.changes += engine.gone > gone
-                self.changes += not again  # Scores and sightings have.
-            self.changes += hot.begun > begun
-            if new is not None:
-                with changing:
-                    self.replicas.add(new)
-            return found
+            return self.acquire_locked(keys, prefetched, again, admits, uses_U)
+
+    def acquire_locked(
+        self, keys: Keys, prefetched: Prefetched | None, again: bool, admits: bool, uses_U: np.ndarray | None
+    ) -> tuple[Array, Keys]:
+        """`acquire` for a caller that holds the store lock, until the pins have an owner."""
+        self.store_lock.check(changes=True)
+        if self.looks_first:
+            self.check_open()
+            fill_caches(self.rows.tiers, self.rows.cached)
+            self.looks_first = False
+        self.pins.release_abandoned()
+        hot, engine = self.rows.hot, self.engine
+        begun, new = hot.begun, self.replicas.new_of(keys) if self.replicas else None
+        if engine is None:
+            found = self.pins.acquire(keys, prefetched)
+        else:
+            gone = engine.gone
+            try:
+                found = engine.acquire(keys, prefetched, step=self.step, again=again, admits=admits, uses_U=uses_U)
+            except BaseException:
+                if prefetched is not None:
+                    self.pins.cancel(prefetched)
+                raise
+            finally:
+                self.changes += engine.gone > gone
+            self.changes += not again  # Scores and sightings have.
+        self.changes += hot.begun > begun
+        if new is not None:
+            with changing:
+                self.replicas.add(new)
+        return found
 
     @property
     def has_temporary_rows(self) -> bool:

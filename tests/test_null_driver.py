@@ -46,13 +46,14 @@ def test_a_lookup_launches_few_loops_and_each_is_one_call_of_the_driver(counted,
     found = counted[name]
     assert 0 < found["launches"] <= launches and found["waits"] <= waits
     assert found["launches of the driver"] == found["launches"] == len(found["loops"])
-    # Before each launch the driver is asked for the thread's context.
-    assert found["calls of the driver"] == 2 * found["launches"]
 
 
-@pytest.mark.parametrize("name", ["step", "eval"])
-def test_a_launch_is_four_calls_of_python(counted, name):
-    assert counted[name]["Python calls of launches"] == 4 * counted[name]["launches"]
+# Loops that follow each other are launched together.
+@pytest.mark.parametrize(("name", "together"), [("step", 9), ("eval", 2)])
+def test_launches_are_four_calls_of_python_and_ask_the_driver_for_the_context_once(counted, name, together):
+    found = counted[name]
+    assert found["calls of the driver"] - found["launches of the driver"] <= together
+    assert found["Python calls of launches"] <= 4 * together
 
 
 @pytest.mark.parametrize("name", ["step", "eval"])

@@ -217,7 +217,7 @@ class Lease:
         store, keys = self.store, self.keys
         with store.store_lock:
             again = again or self.generation != -1
-            self.slot_U, unique = store.acquire(keys.unique, prefetched, again=again, uses_U=keys.uses_U)
+            self.slot_U, unique = store.acquire_locked(keys.unique, prefetched, again, False, keys.uses_U)
             if unique is not keys.unique:
                 self._keys = dataclasses.replace(keys, unique=unique)
             self.generation, self._pins = store.generation, store.pins.own(self, self.slot_U)

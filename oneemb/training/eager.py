@@ -231,12 +231,14 @@ class Optimizer(torch.optim.Optimizer):
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of rows and dense parameters."""
-        with signals_deferred:
-            self.row_step.put_back()  # gradients of a step that was stopped
-            for _, weight, _ in row_weights(self.optimizer):
-                if isinstance(weight.grad, ops.RowGrad):
-                    weight.grad.unpin()
-                    weight.grad = None
+        if self.row_step.has_grads:  # gradients of a step that was stopped
+            with signals_deferred:
+                self.row_step.put_back()
+        for _, weight, _ in row_weights(self.optimizer):
+            grad = weight.grad
+            if isinstance(grad, ops.RowGrad):
+                grad.unpin()
+                weight.grad = None
         if set_to_none:
             ops.zero_grad(self.optimizer)
         else:

@@ -262,6 +262,11 @@ class RowStep:
             # Tools step with dense gradients of zeros to create an optimizer's state. Such a gradient is dropped.
             taken.weight.grad = None
 
+    @property
+    def has_grads(self) -> bool:
+        """Whether gradients were taken out of weights and not put back."""
+        return bool(self.grads or self._spent)
+
     def put_back(self) -> None:
         """Put the gradients back into the weights that have no newer gradient."""
         for taken, grad in self.grads + self._spent:

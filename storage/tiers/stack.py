@@ -6,6 +6,7 @@ cached SSD       hot tier (cache)     [->  host tier (cache)]    ->  persistent 
 cached remote    hot tier (cache)      ->  remote tier (all rows) -> persistent table (snapshots)
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -121,11 +122,15 @@ class NewRows:
         """Write the values of absent rows, for keys without a row; an `InitRows`."""
         self._write(row_SW, slot_M, table_M, id_M, self._of_absent)
 
+    @functools.cached_property
+    def _no_state(self) -> Array:
+        with torch.inference_mode(False):
+            return self.backend.array(torch.empty(0, 1, dtype=torch.float32, device=self.backend.device))
+
     def absent_weights(self, weight_UX: Array, place_R: Array, table_U: Array, id_U: Array) -> None:
         """Write the weights, as bits, that keys without a row read as, to these rows: `ListedSlots` of a GPU."""
-        no_state = self.backend.array(torch.empty(0, 1, dtype=torch.float32, device=self.backend.device))
         self.backend.init_rows(
-            weight_UX, no_state, place_R, table_U, id_U, self._of_absent, np.empty(0, np.float32), state_begin=0
+            weight_UX, self._no_state, place_R, table_U, id_U, self._of_absent, np.empty(0, np.float32), state_begin=0
         )
 
     def refused(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:

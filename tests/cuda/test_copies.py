@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from oneemb.kernels.arrays import vector_width
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda, gather_cuda
-from oneemb.kernels.launch import vector_width
 
 DTYPES = {"float32": torch.float32, "float16": torch.uint16, "bfloat16": torch.int16}
 

@@ -16,7 +16,7 @@ from oneemb.kernels.pool_cuda import (
     spread_max_grads_cuda,
 )
 from oneemb.kernels.reduce_grads import Segments, sum_segments
-from oneemb.kernels.reduce_grads_cuda import PART, occurrences as occurrences_cuda, reduce_grads_cuda, segments_of
+from oneemb.kernels.reduce_grads_cuda import PART, reduce_grads_cuda, segments_of
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import occurrences
 from tests.cuda.conftest import SIMULATED
@@ -158,10 +158,10 @@ def test_scaled_sums_of_bags_gradients_have_the_cpus_bits_up_to_a_part(gpu, dim,
         expected, _ = sum_segments(
             Segments(grad_PX, *occurrences(inverse_N.astype(np.int32), 6, bag_N, scales)), threads=ONE
         )
-        of_keys = occurrences_cuda(gpu.put(inverse_N), 6, gpu=gpu)
         given = None if scales is None else gpu.put(scales)
         bags = gpu.put(bag_N.astype(np.int64))
-        found, _ = reduce_grads_cuda(segments_of(gpu.put(grad_PX), of_keys, bags, given, gpu=gpu), gpu=gpu)
+        segments = segments_of(gpu.put(grad_PX), gpu.put(inverse_N), 6, bags, given, gpu=gpu)
+        found, _ = reduce_grads_cuda(segments, gpu=gpu)
         assert found.cpu().numpy().tobytes() == expected.tobytes()
 
 
@@ -170,8 +170,9 @@ def test_a_hot_key_of_many_bags_is_summed_in_scaled_parts(gpu):
     inverse_N = np.where(rng.random(3 * PART) < 0.9, 0, 1)
     bag_N, scale_N = np.arange(3 * PART) // 3, rng.normal(0, 1, 3 * PART).astype(np.float32)
     grad_PD = rng.normal(0, 1, (PART, 4)).astype(np.float32)
-    of_keys = occurrences_cuda(gpu.put(inverse_N), 2, gpu=gpu)
-    segments = segments_of(gpu.put(grad_PD), of_keys, gpu.put(bag_N), gpu.put(scale_N), gpu=gpu)
+    segments = segments_of(
+        gpu.put(grad_PD), gpu.put(inverse_N), 2, gpu.put(bag_N), gpu.put(scale_N), gpu=gpu
+    )  # fmt: skip
     found, _ = reduce_grads_cuda(segments, gpu=gpu)
     for u in range(2):
         terms = (grad_PD[bag_N] * scale_N[:, None])[inverse_N == u].astype(np.float64)

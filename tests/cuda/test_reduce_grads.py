@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.reduce_grads import Segments, sum_segments
-from oneemb.kernels.reduce_grads_cuda import PART, occurrences, reduce_grads_cuda, segments_of
+from oneemb.kernels.reduce_grads_cuda import PART, reduce_grads_cuda, segments_of
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
 from tests.support.row_updates import to_bits
@@ -13,8 +13,7 @@ ONE = Threads(1)
 
 
 def reduced(gpu, grad_NX, inverse_N, keys):
-    found = occurrences(gpu.put(inverse_N), keys, gpu=gpu)
-    segments = segments_of(gpu.put(grad_NX), found, gpu=gpu)
+    segments = segments_of(gpu.put(grad_NX), gpu.put(inverse_N), keys, gpu=gpu)
     assert segments.shape == (keys, grad_NX.shape[1])
     grad_UD, finite_1 = reduce_grads_cuda(segments, gpu=gpu)
     return grad_UD.cpu().numpy(), finite_1.tolist()
@@ -70,7 +69,7 @@ def test_a_sum_that_is_not_finite_turns_the_number_0(gpu, bad):
     assert reduced(gpu, grad_ND, inverse_N, 3)[1] == [0]
     grad_ND[3, 4], grad_ND[[0, 4], 0] = 1, 3e38
     assert reduced(gpu, grad_ND, inverse_N, 3)[1] == [0], "a sum may overflow"
-    segments = segments_of(gpu.put(np.ones((6, 5), np.float32)), occurrences(gpu.put(inverse_N), 3, gpu=gpu), gpu=gpu)
+    segments = segments_of(gpu.put(np.ones((6, 5), np.float32)), gpu.put(inverse_N), 3, gpu=gpu)
     for before in (0, 1):
         given = gpu.put(np.array([before]))
         assert reduce_grads_cuda(segments, given, gpu=gpu)[1] is given and given.tolist() == [before]
@@ -86,7 +85,8 @@ def test_each_key_of_several_parts_has_places_of_its_own(gpu, dtype):
     rng = np.random.default_rng(5)
     counts = [1, PART, PART + 1, 2 * PART, 0, 2 * PART + 1, 5 * PART + 3]
     inverse_N = rng.permutation(np.concatenate([np.full(5, -1), np.repeat(np.arange(7), counts)])).astype(dtype)
-    found = occurrences(gpu.put(inverse_N), 9, gpu=gpu)  # with room for two keys more
+    grad_N = np.arange(len(inverse_N))
+    found = segments_of(gpu.put(grad_N.astype(np.float32)[:, None]), gpu.put(inverse_N), 9, gpu=gpu)  # 2 keys of room
     begin_U1, order_N, part_U = (one.tolist() for one in (found.begin_U1, found.order_N, found.part_U))
     assert begin_U1[7:] == [len(inverse_N)] * 3
     places = []
@@ -96,5 +96,6 @@ def test_each_key_of_several_parts_has_places_of_its_own(gpu, dtype):
             first, parts = divmod(part_U[u], 1 << 26)
             assert parts == -(-counts[u] // PART)
             places += range(first, first + parts)
-            assert found.key_P[first : first + parts].tolist() == [u] * parts
-    assert sorted(places) == list(range(int(found.count_1[0]))) and len(places) <= len(found.key_P)
+            own_N = np.split(grad_N[inverse_N == u], range(PART, counts[u], PART))
+            assert found.part_PD[first : first + parts, 0].tolist() == [part.sum() for part in own_N]
+    assert sorted(places) == list(range(len(places))) and len(places) <= len(found.part_PD)

@@ -10,7 +10,7 @@ from oneemb.graph.row_optimizers import row_optimizer_of
 from oneemb.kernels.arrays import BEYOND
 from oneemb.kernels.cuda_backend import CudaBackend
 from oneemb.kernels.host_backend import HostBackend
-from oneemb.kernels.reduce_grads_cuda import PART, occurrences, segments_of
+from oneemb.kernels.reduce_grads_cuda import PART, segments_of
 from oneemb.kernels.row_update_cuda import element_update, run_row_update_cuda
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.update_adagrad import adagrad
@@ -112,7 +112,7 @@ def test_rows_are_those_of_the_cpu(gpu, name, dim, dtype):
 
 
 def segments(gpu, grad_ND, inverse_N, keys, dtype="float32"):
-    return segments_of(gpu.put(to_bits(grad_ND, dtype)), occurrences(gpu.put(inverse_N), keys, gpu=gpu), gpu=gpu)
+    return segments_of(gpu.put(to_bits(grad_ND, dtype)), gpu.put(inverse_N), keys, gpu=gpu)
 
 
 @pytest.mark.parametrize(

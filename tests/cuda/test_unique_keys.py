@@ -5,7 +5,7 @@ import pytest
 
 from oneemb.kernels import unique_keys_cuda as keys_cuda
 from oneemb.kernels.hash_index_cuda import home
-from oneemb.kernels.reduce_grads_cuda import occurrences
+from oneemb.kernels.reduce_grads_cuda import segments_of
 from oneemb.kernels.unique_keys import unique_keys
 from oneemb.kernels.unique_keys_cuda import unique_keys_cuda
 
@@ -48,7 +48,8 @@ def test_keys_are_those_of_the_cpu_in_the_same_order(gpu, batch, dtype, padding)
     for name in ("table_U", "id_U", "head_U", "inverse_N"):
         assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
     assert found.narrow_N.tolist() == found.inverse_N.tolist() and found.narrow_N.element_size() == 4
-    order_N, begin_U1 = (part.tolist() for part in occurrences(found.narrow_N, keys, gpu=gpu)[:2])
+    segments = segments_of(gpu.put(np.ones((len(id_N), 1), np.float32)), found.narrow_N, keys, gpu=gpu)
+    order_N, begin_U1 = segments.order_N.tolist(), segments.begin_U1.tolist()
     for u in range(keys):
         assert order_N[begin_U1[u] : begin_U1[u + 1]] == np.flatnonzero(expected.inverse_N == u).tolist()
 
@@ -56,7 +57,8 @@ def test_keys_are_those_of_the_cpu_in_the_same_order(gpu, batch, dtype, padding)
 def test_a_batch_of_nothing_but_padding_has_no_key(gpu):
     found = unique_keys_cuda(gpu.put(np.zeros(4, np.int32)), gpu.put(np.full(4, 9)), padding_id=9, gpu=gpu)
     assert int(found.size_2[0]) == 0 and found.inverse_N.tolist() == [-1] * 4
-    assert occurrences(found.inverse_N, 0, gpu=gpu).begin_U1.tolist() == [4]
+    segments = segments_of(gpu.put(np.ones((4, 1), np.float32)), found.inverse_N, 0, gpu=gpu)
+    assert segments.begin_U1.tolist() == [4]
 
 
 def test_batches_one_after_the_other_share_scratch_arrays_and_no_keys(gpu, monkeypatch):

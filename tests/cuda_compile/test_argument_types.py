@@ -64,13 +64,18 @@ def test_a_buffer_that_is_refilled_is_as_one_that_is_packed_anew():
 
     first, second = args(7, 0.1, True), args(-(2**31), 3.7, False)
     signature = signature_of(first)
-    pack, (refill, forms) = packer_of(signature), refiller_of(signature)
+    other = (torch.zeros(1, 2), 5), (torch.zeros(1, 2), -9)  # of another launch, which is refilled together
+    pack, pack_other = packer_of(signature), packer_of(signature_of(other[0]))
+    refill, (forms, forms_of_other) = refiller_of((signature, signature_of(other[0])))
     refilled, anew = bytearray(512), bytearray(512)
+    others_refilled, others_anew = bytearray(128), bytearray(128)
     assert pack(refilled, first) and pack(anew, second) and refilled != anew
+    assert pack_other(others_refilled, other[0]) and pack_other(others_anew, other[1])
     views = [memoryview(refilled).cast("B").cast(form) for form in forms]
-    assert refill(second, *views) and refilled == anew
+    views += [memoryview(others_refilled).cast("B").cast(form) for form in forms_of_other]
+    assert refill((second, other[1]), *views) and refilled == anew and others_refilled == others_anew
     # Numbers of another type are for another form of the loop: nothing is written.
-    assert not refill((*first[:-1], 2.0), *views) and refilled == anew
+    assert not refill((first, (other[0][0], 2.0)), *views) and refilled == anew and others_refilled == others_anew
 
 
 @pytest.mark.parametrize(

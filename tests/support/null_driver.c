@@ -1,7 +1,8 @@
 // A CUDA driver without a GPU: each call succeeds, and nothing runs. Built as libcuda.so.1 and first in LD_LIBRARY_PATH,
 // it lets tests see what the host does for a launch: how many calls, and which bytes of arguments.
 //
-// null_count(name) = calls of a function below; "" = of all.   null_arguments = the bytes of the last launch.
+// null_count(name) = calls of a function below; "" = of all.   null_arguments(n) = the bytes of the launch that came n
+// launches before the last one.
 // null_fail(name, code) = the next call of this function returns that error.
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -9,12 +10,12 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { KINDS = 64, BYTES = 4096, GPU_COMPUTE_CAPABILITY = 90 };
+enum { KINDS = 64, BYTES = 4096, LAUNCHES = 16, GPU_COMPUTE_CAPABILITY = 90 };
 
 static struct { const char *name; long calls; int error; } kinds[KINDS];
 static __thread uintptr_t current;  // the calling thread's context
-static char arguments[BYTES];
-static size_t arguments_size;
+static struct { char bytes[BYTES]; size_t size; } arguments[LAUNCHES];  // of the last launches, in turn
+static unsigned long launches;
 
 static int called(const char *name) {
     for (int i = 0; i < KINDS; i++) {
@@ -41,12 +42,18 @@ void null_fail(const char *name, int error) {
         if (!strcmp(kinds[i].name, name)) kinds[i].calls--, kinds[i].error = error;
 }
 
-const void *null_arguments(size_t *size) { *size = arguments_size; return arguments; }
+const void *null_arguments(unsigned before, size_t *size) {
+    unsigned long at = (launches - 1 - before) % LAUNCHES;
+    *size = arguments[at].size;
+    return arguments[at].bytes;
+}
 uintptr_t null_context(void) { return current; }
 
 static void note(void **extra) {
     if (extra && extra[0] == (void *)1 && extra[2] == (void *)2)
-        memcpy(arguments, extra[1], arguments_size = *(size_t *)extra[3]);
+        memcpy(arguments[launches % LAUNCHES].bytes, extra[1],
+               arguments[launches % LAUNCHES].size = *(size_t *)extra[3]);
+    launches++;
 }
 
 #define CALL(name, parameters, ...) \

@@ -39,7 +39,10 @@ class NullGpu(Gpu):
         self._begin(torch.device("cpu"))
         self.unique, self.missing = unique, 0
         self.writes = True
-        self.launched = None  # a callback, given loop and arguments of each launch
+        self.launched = None
+        """A callback, given loop and arguments of each launch, and how many launches came since."""
+        self.repeats = 0  # launches that repeat others
+        self._forms = {}
         self._open(index, (0).__mul__)  # a function of C, as torch's
         self.context = self._driver.context
 
@@ -49,14 +52,16 @@ class NullGpu(Gpu):
     def free_bytes(self):
         return 1 << 28
 
-    def _launch(self, loop, blocks, threads_x, threads_y, args, key=None):
-        super()._launch(loop, blocks, threads_x, threads_y, args, key)
-        self._launched(loop, args)
+    def _launch(self, forms, args, key=None):
+        super()._launch(forms, args, key)
+        self._forms[key] = forms
+        self._launched(forms, args)
 
-    def _repeat(self, key, loop, args):
-        repeated = super()._repeat(key, loop, args)
+    def _repeat(self, key, args):
+        repeated = super()._repeat(key, args)
         if repeated:
-            self._launched(loop, args)
+            self.repeats += len(args)
+            self._launched(self._forms[key], args)
         return repeated
 
     def stop_writing(self):
@@ -65,7 +70,13 @@ class NullGpu(Gpu):
         self.writes = False
         self._launch, self._repeat = super()._launch, super()._repeat
 
-    def _launched(self, loop, args):
+    def _launched(self, forms, args):
+        for before, ((loop, _), args_of_loop) in enumerate(zip(reversed(forms), reversed(args), strict=True)):
+            self._write(loop, args_of_loop)
+            if self.launched is not None:
+                self.launched(loop, args_of_loop, before)
+
+    def _write(self, loop, args):
         name = loop.function.__name__ if self.writes else ""
         if name == "collect_loop":
             named(loop, args)["size_2"][0] = self.unique
@@ -75,8 +86,6 @@ class NullGpu(Gpu):
             if self.missing:
                 slot_U[: self.missing] = -1
             count_4[0], count_4[1] = self.missing, self.unique
-        if self.launched is not None:
-            self.launched(loop, args)
 
 
 def named(loop, args):
@@ -106,10 +115,10 @@ class NullDriver:
         """Let the next call of a function return an error."""
         self.cuda.null_fail(name.encode(), code)
 
-    def arguments(self):
-        """Bytes of the arguments of the last launch."""
+    def arguments(self, before=0):
+        """Bytes of the arguments of the launch that came `before` launches before the last one."""
         size = ctypes.c_size_t()
-        return ctypes.string_at(self.cuda.null_arguments(ctypes.byref(size)), size.value)
+        return ctypes.string_at(self.cuda.null_arguments(before, ctypes.byref(size)), size.value)
 
     def context(self):
         """Context of the calling thread; None = it has none."""

@@ -124,11 +124,8 @@ def main(folder):
         after = gpu.launches, gpu.waits, driver.count("cuLaunchKernel"), driver.count()
         keys = "launches", "waits", "launches of the driver", "calls of the driver"
         counted[name] = {key: now - then for key, now, then in zip(keys, after, before, strict=True)}
-        launched = [
-            name
-            for name in python_calls(call)
-            if name in ("run", "run_rows", "run_shares", "_launch", "_repeat", "pack", "refill", "launch")
-        ]
+        names = "run", "run_rows", "run_shares", "run_in_turn", "_launch", "_repeat", "pack", "refill", "launch"
+        launched = [name for name in python_calls(call) if name in names]
         counted[name] |= {"loops": loops, "packed otherwise": wrong, "Python calls of launches": len(launched)}
 
     gpu.missing = UNIQUE
@@ -150,10 +147,10 @@ def main(folder):
 def comparing(driver, loops, wrong):
     """A callback of launches that lists the loops, and those whose arguments are not packed as numba packs them."""
 
-    def compare(loop, args):
+    def compare(loop, args, before):
         signature = signature_of(args)
         loops.append(loop.function.__name__)
-        if not same_words(signature, args, driver.arguments(), Numba().arguments(signature, args)):
+        if not same_words(signature, args, driver.arguments(before), Numba().arguments(signature, args)):
             wrong.append(loop.function.__name__)
 
     return compare
@@ -162,16 +159,8 @@ def comparing(driver, loops, wrong):
 def repeated(gpu, driver, embedding, optimizer, evaluate):
     """Steps of several shapes in turn, whose launches repeat those before: with other ids, other scalars, a slab that
     grows, two lookups before one backward pass, an eval in between, and an error in the middle of a launch."""
-    loops, wrong, repeats = [], [], []
+    loops, wrong, before = [], [], gpu.repeats
     gpu.launched = comparing(driver, loops, wrong)
-    repeat = gpu._repeat
-
-    def counting(key, loop, args):
-        done = repeat(key, loop, args)
-        repeats.append(done)
-        return done
-
-    gpu._repeat = counting
     for step in range(24):
         size = (1, 64, 16, 500)[step % 4]
         ids = [torch.randint(1 << 40, (size, TABLES)) for _ in range(1 + step % 2)]
@@ -192,8 +181,8 @@ def repeated(gpu, driver, embedding, optimizer, evaluate):
         torch.autograd.backward([one.sum() for one in rows])
         optimizer.step()
         optimizer.zero_grad()
-    gpu._repeat, gpu.launched = repeat, None
-    return {"loops": len(loops), "packed otherwise": wrong, "repeats": sum(repeats)}
+    gpu.launched = None
+    return {"loops": len(loops), "packed otherwise": wrong, "repeats": gpu.repeats - before}
 
 
 def release(gpu):
@@ -245,7 +234,8 @@ def threads(driver, gpu):
         for _ in range(3):
             gpu.run(release_loop, 2, torch.arange(2), torch.zeros(2, dtype=torch.int32), shapes="threads")
         key = gpu, release_loop, 2, "threads"
-        repeated.add(ctypes.addressof(cuda_driver.arguments.repeated[key].own.buffer))
+        (launched,) = cuda_driver.arguments.repeated[key].launched
+        repeated.add(ctypes.addressof(launched.own.buffer))
 
     repeat()
     thread = threading.Thread(target=look)
@@ -286,16 +276,16 @@ def nested_in_repeat(driver, gpu):
     for _ in range(3):
         launch(others)
     (again,) = (one for key, one in cuda_driver.arguments.repeated.items() if key[1:] == (release_loop, 5, 7))
-    kernel, launched = again.kernel, []
+    refill, launched = again.refill, []
 
-    def refill(args, *views):
-        filled = kernel.refill(args, *views)
+    def launching(args, *views):
+        filled = refill(args, *views)
         launched.append(launch(others))
         return filled
 
-    again.kernel = kernel._replace(refill=refill)
+    again.refill = launching
     launch(slots)
-    again.kernel = kernel
+    again.refill = refill
     signature = signature_of((slots, pins))
     ours, numbas = driver.arguments(), Numba().arguments(signature, (slots, pins))
     return len(launched) == 1 and same_words(signature, (slots, pins), ours, numbas)
