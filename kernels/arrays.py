@@ -24,7 +24,8 @@ BEYOND = -2
 
 def vector_width(dim: int, weight_SX: Array, *others: Array) -> int:
     """V, the weights that a CUDA loop may take at a time: as many as fill 16 bytes if every row of every array is
-    aligned to 16 bytes and D is a multiple of V; else 1."""
+    aligned to 16 bytes and D is a multiple of V; else 1. Arrays of D float32 columns that oneemb has made for the loop
+    need not be given: torch aligns what it allocates."""
     width = 16 // weight_SX.element_size()
     if dim % width:
         return 1

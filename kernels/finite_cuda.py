@@ -84,7 +84,7 @@ def check_segments_cuda(segments: Segments, sum_max: float, go_1: torch.Tensor, 
     size, dim = segments.grad_NX.shape
     v = vector_width(dim, segments.grad_NX)
     gpu.run_rows(find_large_loop.at(V=v), size, dim // v, segments.grad_NX, np.float32(bound), large_1)
-    keys, v = segments.begin_U1.shape[0] - 1, vector_width(dim, segments.grad_NX, segments.part_PD)
+    keys, v = segments.begin_U1.shape[0] - 1, vector_width(dim, segments.grad_NX)
     gpu.run_rows(check_sums_loop.at(V=v, SCALED=segments.scaled), keys, dim // v, *segments, large_1, go_1)
 
 

@@ -208,7 +208,7 @@ class Gpu:
         return found.tolist()
 
     def read_later(self, tensor: torch.Tensor) -> "Later":
-        """The values of a small tensor as they are now on the current stream, without a wait."""
+        """The values of a small tensor of one dimension as they are now on the current stream, without a wait."""
         return Later(self, tensor)
 
     def wait(self) -> None:
@@ -392,16 +392,16 @@ def _simulate(loop: CudaLoop, blocks: int, threads: tuple[int, int], args: tuple
 
 
 class Later:
-    """Values of a small tensor of a device, on their way to the host."""
+    """Values of a small tensor of one dimension, of a device, on their way to the host."""
 
     def __init__(self, gpu: Gpu, tensor: torch.Tensor):
         self._gpu = gpu
         self._event: torch.cuda.Event | None = None
         if gpu.device.type != "cuda":
-            self._found = tensor.reshape(-1).clone()
+            self._found = tensor.clone()
             return
         self._found = gpu.page_locked(tensor.numel(), tensor.dtype)
-        self._found.copy_(tensor.reshape(-1), non_blocking=True)
+        self._found.copy_(tensor, non_blocking=True)
         self._event = torch.cuda.current_stream(gpu.device).record_event()
 
     @property

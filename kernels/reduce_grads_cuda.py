@@ -228,7 +228,7 @@ def segments_of(
     if parts == 0:
         gpu.run(begin_loop, size, *begin, shapes=(keys, sorted_N.dtype))
         return segments
-    v = vector_width(dim, grad_NX, segments.part_PD)
+    v = vector_width(dim, grad_NX)
     gpu.run_in_turn(
         lambda: (
             (begin_loop, gpu.grid(size)),
@@ -251,7 +251,7 @@ def reduce_grads_cuda(
     keys, dim = segments.begin_U1.shape[0] - 1, segments.grad_NX.shape[1]
     grad_UD = gpu.empty(keys, dim, dtype=torch.float32)
     finite_1 = gpu.filled(1, 1) if finite_1 is None else finite_1
-    v = vector_width(dim, segments.grad_NX, segments.part_PD, grad_UD)
+    v = vector_width(dim, segments.grad_NX)
     loop = reduce_loop.at(V=v, SCALED=segments.scaled)
     gpu.run_rows(loop, keys, dim // v, *segments, grad_UD, finite_1, shapes=segments.shapes)
     return grad_UD, finite_1

@@ -312,8 +312,7 @@ def run_row_update_cuda(
         shapes = grad.shape, grad.is_contiguous()
     go_1 = gpu.filled(1, 1) if go_1 is None else go_1
     dirty_S = no_dirty if dirty_S is None else dirty_S
-    v = vector_width(dim, weight_SX, row_SW, arrays.grad_NX, arrays.part_PD)
-    v = v if state_begin % 4 == 0 else 1
+    v = vector_width(dim, weight_SX, arrays.grad_NX) if state_begin % 4 == 0 else 1
     loop = loop.at(V=v, gradient=how, SCALED=arrays.scaled)
     gpu.run_rows(
         loop, slot_U.shape[0], dim // v, weight_SX, row_SW, slot_U, *arrays, go_1, dirty_S, state_begin, scalars,

@@ -75,11 +75,12 @@ def update_adam(
     amsgrad: bool = False,
 ) -> tuple[RowLoops, tuple]:
     """One step of Adam, or of AdamW with decoupled_weight_decay. A new row's state is zeros."""
-    return _AMSGRAD if amsgrad else _ADAM, (
-        np.float32(lr / (1 - beta1**step)), np.float32((1 - beta2**step) ** 0.5),
-        *lerp_scalars(1 - beta1), np.float32(beta2), np.float32(1 - beta2), np.float32(eps),
-        *map(np.float32, decay_scalars(lr, weight_decay, decoupled_weight_decay)),
-    )  # fmt: skip
+    # One array, since NumPy takes longer for each scalar that is made by itself.
+    rate, correction, *others = np.array([
+        lr / (1 - beta1**step), (1 - beta2**step) ** 0.5, beta2, 1 - beta2, eps,
+        *decay_scalars(lr, weight_decay, decoupled_weight_decay),
+    ], np.float32)  # fmt: skip
+    return _AMSGRAD if amsgrad else _ADAM, (rate, correction, *lerp_scalars(1 - beta1), *others)
 
 
 def decay_scalars(lr: float, weight_decay: float, decoupled: bool) -> tuple[float, float]:

@@ -238,6 +238,7 @@ def _forget_state(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state.pop(weight, None)
 
 
+@functools.lru_cache(maxsize=64)
 def _is_torchs(step: Any) -> bool:
     """Whether a function and all functions that it wraps are defined in torch.optim. (A wrapper takes the name of the
     wrapped function, so names do not tell.)"""
