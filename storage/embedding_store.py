@@ -223,8 +223,7 @@ class EmbeddingStore:
             uses_U: int64, number of ids in the batch for each key, for policies; None = the counts in `keys`.
 
         Returns:
-            slot_U, int64 [U], valid until it is released; and the keys, cut to their actual number U, or on a GPU
-            perhaps not: see `HotRows.acquire`.
+            slot_U, int64 [U], valid until released; and the keys, on a GPU perhaps not cut: see `HotRows.acquire`.
 
         Raises:
             StoreFullError: a tier is too small, or the capacity or the limit of replicated tables is reached; nothing
@@ -431,9 +430,7 @@ class EmbeddingStore:
         """Current sizes, and counters since the store was built; one dict for each tier."""
         if self.built and not self.store_lock.forked:
             self.pins.release_abandoned()
-        counts: dict[str, Any] = {
-            "rows": len(self.rows), "replicated_rows": len(self.replicas), "step": self.step,
-        }  # fmt: skip
+        counts: dict[str, Any] = {"rows": len(self.rows), "replicated_rows": len(self.replicas), "step": self.step}
         if self.engine is not None:
             counts["policy"] = self.engine.stats()
         return {**counts, **self.rows.stats()}
