@@ -5,6 +5,7 @@ import itertools
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import zlib
@@ -61,14 +62,18 @@ def pytest_itemcollected(item):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection():
+def pytest_collection(session):
     """Freeze the objects that exist before the first test: the garbage collector then skips them.
 
-    Torch, TorchRec and numba alone are half a million; each `gc.collect()` in a test would take 0.2 s and more.
+    Torch, TorchRec and numba alone are half a million; each `gc.collect()` in a test would take 0.2 s and more. The
+    first optimizer of torch imports torch._dynamo, with another 100,000.
     """
     gc.disable()
     try:
-        return (yield)
+        result = yield
+        if session.testscollected > 100 and "torch" in sys.modules:
+            import torch._dynamo  # noqa: F401
+        return result
     finally:
         gc.collect()
         gc.freeze()

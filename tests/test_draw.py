@@ -1,5 +1,6 @@
 """Pictures of graphs: the boxes of a model, SVG that tests and notebooks can use, errors."""
 
+import functools
 import re
 from xml.etree import ElementTree
 
@@ -85,7 +86,8 @@ def test_equal_graphs_give_equal_bytes_and_no_hook_stays(tmp_path):
     assert shown.svg in graph._repr_html_()
 
 
-def test_compiled_dense_modules_are_boxes_too(tmp_path):
+def test_compiled_dense_modules_are_boxes_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # A compiler takes seconds.
     graph = Model(tmp_path, compile_dense=True)
     graph(*BATCH)
     assert boxes_of(graph) == MODEL

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.support.pairwise import diagonal
+
 SCRIPT = """
 import torch
 import oneemb
@@ -46,9 +48,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("store", "end"), [("memory", ""), *((store, end) for store in ("device", "ssd") for end in ENDS)]
-)
+@pytest.mark.parametrize(("store", "end"), [("memory", ""), *diagonal(("device", "ssd"), list(ENDS))])
 def test_a_program_that_ends_with_objects_in_its_globals_prints_nothing(store, end, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(folder=str(tmp_path / "job"), store=STORES[store], end=ENDS.get(end, "")))

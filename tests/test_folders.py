@@ -24,6 +24,7 @@ from oneemb.storage.remote.file_server import FileServer
 from oneemb.storage.table.compact_snapshots import compact_snapshots
 from tests.support.forks import ended_well, in_child
 from tests.support.models import STORES, make_embedding, rows_of
+from tests.support.pairwise import diagonal
 from tests.support.thread_ranks import run_ranks
 
 
@@ -133,10 +134,12 @@ def saved_in_a_checkpoint(embedding):
     graph.save(f"{embedding.store.plan.persistent_path}.pt")
 
 
-@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize(
-    "before",
-    [of_no_rows, saved, saved_as_delta, named_by_a_state_dict, loaded, cleared, read_since, saved_in_a_checkpoint],
+    ("before", "store"),
+    diagonal(
+        [of_no_rows, saved, saved_as_delta, named_by_a_state_dict, loaded, cleared, read_since, saved_in_a_checkpoint],
+        STORES,
+    ),
 )
 def test_a_new_embedding_takes_over_from_one_with_nothing_unsaved(tmp_path, before, store):
     folder = tmp_path / "rows"

@@ -9,6 +9,7 @@ import torch
 import oneemb
 from oneemb.policies import LFU, AdmitAfter, RowPolicy, StepLRU
 from tests.support.forks import ended_well, in_child
+from tests.support.pairwise import diagonal
 from tests.test_lookahead import TwoEmbeddings, zipf_batches
 from tests.test_train_graph_prefetch import check_same, graph_of, threads
 
@@ -81,8 +82,10 @@ def test_rows_that_users_erase_and_evict_in_the_loop_change_nothing_else(tmp_pat
     assert all(torch.equal(x, y) for x, y in zip(*losses, strict=True)) and kept[0] == kept[1]
 
 
-@pytest.mark.parametrize("merged", [False, True])
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, MemoryError, StopIteration, GeneratorExit])
+@pytest.mark.parametrize(
+    ("error", "merged"),
+    diagonal([SystemExit, KeyboardInterrupt, MemoryError, StopIteration, GeneratorExit], [False, True]),
+)
 def test_whatever_ends_the_loader_comes_at_its_batch(error, merged, tmp_path):
     batches = zipf_batches(30)
 

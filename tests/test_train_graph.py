@@ -14,6 +14,7 @@ import oneemb
 from tests.support.inside import known_of
 from tests.support.models import make_embedding, rows_of, zipf_ids
 from tests.support.optimizers import OPTIMIZERS
+from tests.support.pairwise import diagonal
 
 BCE = torch.nn.functional.binary_cross_entropy_with_logits
 STEPS = 6
@@ -167,8 +168,9 @@ def plain_build(self, ids, label):
     return loss
 
 
-@pytest.mark.parametrize("store", ["device", "ssd"])
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"sparse adam"}))
+@pytest.mark.parametrize(
+    ("name", "store"), diagonal(sorted(OPTIMIZERS.keys() - {"sparse adam"}), ["device", "ssd"])
+)
 def test_every_optimizer(made, name, store):
     modules = lambda made: {"embedding": made(store=store), "mlp": mlp()}  # noqa: E731
     Model(made, modules, plain_build, lambda owner: [OPTIMIZERS[name](owner.parameters())]).check()

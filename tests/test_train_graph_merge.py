@@ -360,8 +360,7 @@ def test_gradients_of_three_lookups_are_summed_in_the_order_of_build():
     same(results(make_graph, build, sgd, ahead, **kwargs), eager)
 
 
-@pytest.mark.parametrize("store", ["device", "ssd"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "store"), diagonal(range(4), ["device", "ssd"]))
 def test_any_lookups_in_any_order_equal_eager(seed, store):
     """Lookups are expected that build makes, makes in another order, or does not make."""
     sources = [first, second, shifted]

@@ -4,8 +4,6 @@ import errno
 import os
 import resource
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ import torch
 
 import oneemb
 from oneemb.storage.fs import LocalFileSystem
+from tests.support.forks import run_code
 from tests.support.foreign import assert_same, rows_in
 
 ROWS, DIM = 100, 4
@@ -155,11 +154,11 @@ def test_an_export_to_a_disk_that_is_full_at_any_size_leaves_the_files_that_were
 
 
 KILLED = """
-import os, signal, sys
+import os, shutil, signal, sys
 from pathlib import Path
 from oneemb.storage.fs import LocalFileSystem
 from tests.foreign.test_export_faults import CALLS, export
-source, base, format = sys.argv[1:]
+source, base, format, every = sys.argv[1:]
 
 def counted(real):
     def made(*arguments, **options):
@@ -172,13 +171,11 @@ def counted(real):
 export(source, Path(base) / "warm", format, "old")
 for call in CALLS:
     setattr(LocalFileSystem, call, counted(getattr(LocalFileSystem, call)))
-for number in range(1000):
-    folder = Path(base) / str(number)
-    count, number_of_calls = [-1000], number
-    export(source, folder, format, "old")
+for number in range(0, 1000, int(every)):
+    folder, count = Path(base) / str(number), [0]
+    shutil.copytree(Path(base) / "warm", folder)
     child = os.fork()
     if not child:
-        count[0] = 0
         export(source, folder, format, "new")
         os._exit(0)
     if os.waitpid(child, 0)[1] == 0:
@@ -187,13 +184,17 @@ for number in range(1000):
 """
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("format", FORMATS)
-def test_an_export_that_is_killed_at_any_file_call_leaves_old_rows_new_rows_or_an_error(tmp_path, source, format):
-    command = [sys.executable, "-c", KILLED, str(source), str(tmp_path), format]
-    kills = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+def test_an_export_that_is_killed_at_any_file_call_leaves_old_rows_new_rows_or_an_error(
+    tmp_path, source, format, every
+):  # fmt: skip
+    ended = run_code(KILLED, source, tmp_path, format, every)
+    assert ended.returncode == 0, ended.stderr
+    kills = int(ended.stdout)
     old, new, outcomes = rows_in(source, "old"), rows_in(source, "new"), set()
     assert kills >= 3
-    for number in range(kills):
+    for number in range(0, kills, every):
         try:
             found = found_in(tmp_path / str(number), format, tmp_path / f"{number}-t")
         except oneemb.StorageError as error:

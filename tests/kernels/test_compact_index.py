@@ -238,9 +238,11 @@ IDS = {
 }
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("ids", list(IDS))
-@pytest.mark.parametrize("tables", [[0, 1, 2], [254, 255, 256, 1023, 1024], [TABLE_MAX, 0]], ids=str)
+@pytest.mark.parametrize(
+    ("tables", "ids", "count"),
+    covering([[0, 1, 2], [254, 255, 256, 1023, 1024], [TABLE_MAX, 0]], list(IDS), [1, 2]),
+    ids=str,
+)
 def test_keys_of_any_kind_are_found_while_the_index_grows(small, ids, tables, count):
     index, model = CompactIndex(Threads(count)), Dict()
     keys = [(tables[n % len(tables)] if ids[:2] != "of" else 0, id) for n, id in enumerate(IDS[ids])]

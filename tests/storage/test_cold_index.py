@@ -16,14 +16,13 @@ from tests.kernels.test_compact_index import IDS, INT64, check_same, put_both
 from tests.kernels.test_hash_index import Dict, arrays
 from tests.support.cold_shards import make_shards_small
 from tests.support.faulty_fs import FaultyFileSystem
+from tests.support.pairwise import covering
 
 PLACES = PLACE_MAX - 1
 
 
-@pytest.fixture(params=[(1, 40), (1, 1 << 14), (192, 40)], ids=str)
-def sizes(request, monkeypatch):
-    """Most keys of a shard without lines, and of the overlay."""
-    make_shards_small(monkeypatch, *request.param)
+SIZES = [(1, 40), (1, 1 << 14), (192, 40)]
+"""Most keys of a shard without lines, and of the overlay."""
 
 
 def make_index(count=1, limit=1, fs=None, **options):
@@ -34,10 +33,9 @@ def make_index(count=1, limit=1, fs=None, **options):
     return ColdIndex(threads, file, limit, **options), file
 
 
-@pytest.mark.parametrize("limit", [1, 1 << 20])
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("ids", list(IDS))
-def test_keys_of_any_kind_are_found_while_the_index_grows(sizes, ids, count, limit):
+@pytest.mark.parametrize(("sizes", "ids", "count", "limit"), covering(SIZES, list(IDS), [1, 2], [1, 1 << 20]), ids=str)
+def test_keys_of_any_kind_are_found_while_the_index_grows(monkeypatch, sizes, ids, count, limit):
+    make_shards_small(monkeypatch, *sizes)
     (index, _), model, tables = make_index(count, limit), Dict(), [0, 254, 255, TABLE_MAX]
     keys = [(tables[n % 4] if ids[:2] != "of" else 0, id) for n, id in enumerate(IDS[ids])]
     keys = list(dict.fromkeys([*keys, *((table, id) for table in tables for id in IDS[ids][:50])]))

@@ -22,6 +22,7 @@ from tests.support.faulty_fs import FaultyFileSystem
 from tests.support.forks import ended_well, in_child
 from tests.support.inside import check_chunk_totals
 from tests.support.interrupts import WAYS
+from tests.support.pairwise import diagonal
 from tests.support.table_model import check, got, note, put_random, random_keys, random_rows
 
 open_cold = partial(PersistentTable.open, row_width=40, chunk_bytes=1, index_memory_bytes=1)
@@ -267,20 +268,21 @@ def test_a_clear_waits_for_the_thread_that_writes_the_old_index(tmp_path, monkey
         assert not together
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "background"), diagonal(WAYS, [False, True]))
 def test_a_put_that_is_stopped_at_some_line_has_done_all_or_nothing(tmp_path, monkeypatch, way, background):
     keep_index_on_disk(monkeypatch, overlay=150)
     check_stopped(tmp_path, "put", way, background, 4)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "call, functions",
-    [("put", {"_merge", "_thaw", "_let_go"}), ("put", {"write", "_write"}), ("get", {"_read", "read"})],
-    ids=["merge", "write", "read"],
-)
-def test_a_call_that_is_stopped_within_the_index_has_done_all_or_nothing(tmp_path, monkeypatch, way, call, functions):
+PARTS = {
+    "merge": ("put", {"_merge", "_thaw", "_let_go"}), "write": ("put", {"write", "_write"}),
+    "read": ("get", {"_read", "read"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "way"), diagonal(list(PARTS), WAYS))
+def test_a_call_that_is_stopped_within_the_index_has_done_all_or_nothing(tmp_path, monkeypatch, part, way):
+    call, functions = PARTS[part]
     keep_index_on_disk(monkeypatch, overlay=150)
     files = (cold_index.__file__, cold_file.__file__)
     check_stopped(tmp_path, call, way, False, 2, files=files, functions=functions)

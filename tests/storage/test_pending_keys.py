@@ -15,6 +15,7 @@ from oneemb.storage.table import pending_keys
 from oneemb.storage.table.pending_keys import PendingKeys
 from oneemb.storage.table.persistent_table import PersistentTable
 from tests.storage.test_persistent_table_states import TableMachine, run
+from tests.support.pairwise import covering
 from tests.support.table_model import check, got, put, put_random, random_rows
 
 THREADS = Threads(1)
@@ -174,9 +175,7 @@ def growths(monkeypatch, tmp_path, puts):
         return memory.calls
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("most", [1, 64, 1000])
-@pytest.mark.parametrize("small", [8, 192])
+@pytest.mark.parametrize(("small", "most", "background"), covering([8, 192], [1, 64, 1000], [False, True]))
 def test_without_memory_for_the_index_what_was_put_is_read_saved_and_loaded(
     tmp_path, monkeypatch, small, most, background
 ):

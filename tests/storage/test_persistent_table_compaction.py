@@ -22,6 +22,7 @@ from oneemb.storage.table.persistent_table import PersistentTable
 from tests.support.faulty_fs import FaultyFileSystem
 from tests.support.forks import ended_well, in_child
 from tests.support.inside import check_choices, meanwhile
+from tests.support.pairwise import diagonal
 from tests.support.table_model import check, got, put, put_random, random_rows
 
 THREADS = Threads(1)
@@ -55,8 +56,7 @@ def train(table, steps, keys, share, flush_every=7):
         yield step
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["in puts", "beside puts"])
-@pytest.mark.parametrize("amplification", [1.2, 2.0, 4.0])
+@pytest.mark.parametrize(("amplification", "background"), diagonal([1.2, 2.0, 4.0], [False, True]))
 @pytest.mark.parametrize("steps", [500, pytest.param(20000, marks=pytest.mark.slow)])
 def test_disk_use_stays_bounded_over_a_year_of_training(tmp_path, background, amplification, steps):
     with open_table(tmp_path, max_space_amplification=amplification, background=background) as table:
