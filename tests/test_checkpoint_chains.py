@@ -294,7 +294,7 @@ def acted(size, root, calls, version, patch, dies=()):
 @pytest.mark.parametrize("prunes", [False, True], ids=["delta", "delta that prunes"])
 @pytest.mark.parametrize(
     ("size", "stride"),
-    [(0, 11), (2, 61), pytest.param(0, 1, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)],
+    [(0, 31), (2, 151), pytest.param(0, 1, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)],
 )
 def test_a_kill_at_any_file_call_of_a_save_leaves_a_chain_that_is_loaded(tmp_path, monkeypatch, size, stride, prunes):
     monkeypatch.setattr(checkpoint, "DELTAS_MAX", 2)

@@ -508,8 +508,6 @@ def test_the_installed_command_checks_a_table(path):
     assert done.returncode == 1 and "has checksum" in done.stdout and done.stderr == ""
 
 
-
-
 def test_the_command_alone_shows_its_help_and_succeeds():
     assert run().output == run("--help").output and "inspect" in run().output
 

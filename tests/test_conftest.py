@@ -15,6 +15,10 @@ ROOT = Path(__file__).parent.parent
 MAKES_FOLDERS = """
 import multiprocessing.util, pytest, subprocess, sys, tempfile
 
+@pytest.fixture(autouse=True, scope="session")
+def _garbage_of_one_test_does_not_warn_in_another():
+    pass  # That of conftest.py imports torch.
+
 @pytest.mark.parametrize("n", range(4))
 def test_makes_folders(n, tmp_path):
     tempfile.mkdtemp(), multiprocessing.util.get_temp_dir()

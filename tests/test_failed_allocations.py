@@ -43,7 +43,7 @@ SOME = {
 
 @pytest.mark.parametrize("store", SOME)
 def test_memory_that_runs_out_harms_nothing_or_breaks_the_store(library, store, tmp_path):
-    failures, broken = run(library, store, tmp_path / "rows", 3, *SOME[store])
+    failures, broken = run(library, store, tmp_path / "rows", 5, *SOME[store])
     assert failures > 3 * len(SOME[store]) and broken < failures / 2
 
 
@@ -62,7 +62,7 @@ def test_memory_that_runs_out_in_a_put_or_an_erasure_does_not_break_a_table_with
 # Arrow ends the process (std::bad_alloc) if it gets no memory, so there is no "parquet".
 @pytest.mark.parametrize(
     ("kind", "stride"),
-    [("table", 12), ("server", 20)]
+    [("table", 30), ("server", 40)]
     + [
         pytest.param(kind, 1, marks=pytest.mark.slow)
         for kind in ("function", "safetensors", "served", "table", "faiss", "usearch", "server")

@@ -168,9 +168,7 @@ def plain_build(self, ids, label):
     return loss
 
 
-@pytest.mark.parametrize(
-    ("name", "store"), diagonal(sorted(OPTIMIZERS.keys() - {"sparse adam"}), ["device", "ssd"])
-)
+@pytest.mark.parametrize(("name", "store"), diagonal(sorted(OPTIMIZERS.keys() - {"sparse adam"}), ["device", "ssd"]))
 def test_every_optimizer(made, name, store):
     modules = lambda made: {"embedding": made(store=store), "mlp": mlp()}  # noqa: E731
     Model(made, modules, plain_build, lambda owner: [OPTIMIZERS[name](owner.parameters())]).check()

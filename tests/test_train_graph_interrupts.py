@@ -15,6 +15,8 @@ from tests.support.interrupts import interrupted
 from tests.test_train_graph_prefetch import batches_of, graph_of, pinned, threads
 
 FILE = prefetch.__file__
+EVERY = [4, pytest.param(1, marks=pytest.mark.slow)]
+"""`make test` interrupts each fourth place, `make test-slow` each."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +63,7 @@ def check_after_interrupts(depth, files, functions, lines):
     return interrupts
 
 
-@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("depth", [1, 3])
 def test_an_interrupt_at_any_line_of_the_loop_leaves_nothing(depth, every):
     assert check_after_interrupts(depth, [FILE], None, range(1, 1000, every)) > 80 // every
@@ -120,7 +122,8 @@ def test_ctrl_c_while_the_loader_is_waited_for_and_again_while_the_thread_is():
     assert moments == ["next", "_wait"] and threads() == [] and pinned(graph) == 0
 
 
-def test_ctrl_c_while_torch_makes_a_node_of_a_graph_comes_afterwards(monkeypatch):
+@pytest.mark.parametrize("every", EVERY)
+def test_ctrl_c_while_torch_makes_a_node_of_a_graph_comes_afterwards(monkeypatch, every):
     # In torch's C code what Ctrl-C raises would become a SystemError.
     begun, made = [], []
     create_node = torch.fx.Graph.create_node
@@ -142,7 +145,7 @@ def test_ctrl_c_while_torch_makes_a_node_of_a_graph_comes_afterwards(monkeypatch
     interrupted_at(None, graph)
     nodes = len(made)
     expected = [graph(*batch) for batch in batches[1:]]
-    for at in range(1, nodes + 1):
+    for at in range(1, nodes + 1, every):
         graph = graph_of()
         with pytest.raises(KeyboardInterrupt):
             interrupted_at(at, graph)
