@@ -87,9 +87,7 @@ def test_equal_graphs_give_equal_bytes_and_no_hook_stays(tmp_path):
 
 
 def test_compiled_dense_modules_are_boxes_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        torch, "compile", functools.partial(torch.compile, backend="eager")
-    )  # A compiler takes seconds.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # C++ takes seconds.
     graph = Model(tmp_path, compile_dense=True)
     graph(*BATCH)
     assert boxes_of(graph) == MODEL

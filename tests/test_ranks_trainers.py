@@ -22,10 +22,8 @@ TRAINERS = {
 """Package of each trainer, and the program that starts its processes where the trainer starts none."""
 
 
-@pytest.mark.parametrize(
-    "trainer",
-    [pytest.param("fabric", marks=pytest.mark.slow), "lightning", "accelerate"],  # Fabric is within Lightning.
-)
+# Lightning starts and wraps by Fabric.
+@pytest.mark.parametrize("trainer", [pytest.param("fabric", marks=pytest.mark.slow), "lightning", "accelerate"])
 def test_two_processes_of_a_trainer_train_rows_as_one_loop_trains_tables(tmp_path, trainer):
     package, starter = TRAINERS[trainer]
     pytest.importorskip(package)

@@ -11,8 +11,8 @@ import torch
 
 import oneemb
 from oneemb.storage.fs import LocalFileSystem
-from tests.support.forks import run_code
 from tests.support.foreign import assert_same, rows_in
+from tests.support.forks import run_code
 
 ROWS, DIM = 100, 4
 FORMATS = {

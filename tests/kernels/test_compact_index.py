@@ -12,6 +12,7 @@ from oneemb.storage.compact_index import BlockMemory, CompactIndex
 from oneemb.storage.errors import IndexMemoryError
 from oneemb.storage.hash_index import HashIndex
 from tests.kernels.test_hash_index import Dict, arrays, hash_python
+from tests.support.pairwise import covering
 
 INT64 = np.iinfo(np.int64)
 U64 = 2**64
