@@ -8,7 +8,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import oneemb
 from tests.support.click_model import assert_equal_bits, assert_equal_to_rounding, clicks, with_rows, with_tables
-from tests.support.pairwise import diagonal
+from tests.support.pairwise import covering, diagonal
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -148,9 +148,9 @@ def test_what_is_prepared_trains_rows_as_a_loop_by_hand_trains_tables(tmp_path, 
     assert_equal_to_rounding(trained["device"], expected, **({"rtol": 1e-2, "atol": 1e-3} if narrow else {}))
 
 
-@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
-@pytest.mark.parametrize("store", ["device", "ssd"])
-@pytest.mark.parametrize("make", [adagrad, joined_adagrad], ids=["torch's own", "oneemb.Optimizer"])
+@pytest.mark.parametrize(
+    ("safe", "store", "make"), covering([True, False], ["device", "ssd"], [adagrad, joined_adagrad])
+)
 def test_a_run_goes_on_from_a_saved_state_with_the_same_bits(tmp_path, make, store, safe):
     whole = Job(with_rows(tmp_path / "whole", store), make).run(epochs=3)
     first = Job(with_rows(tmp_path / "rows", store), make)

@@ -22,6 +22,7 @@ from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.table.snapshot_reader import read_snapshot_info
 from tests.support.interrupts import count_lines, interrupted, some_lines
 from tests.support.keys import read_rows
+from tests.support.pairwise import covering
 
 pytestmark = pytest.mark.filterwarnings("ignore:embedding 'e' starts empty")
 
@@ -334,9 +335,10 @@ def test_npy_files_are_exported(tmp_path, embedding):
     assert sorted(np.load(names[0]).tolist()) == sorted(IDS[tables == 0].tolist())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("format", [*FORMATS, "npy"])
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize(
+    ("optimizer", "format", "dtype"),
+    covering([torch.optim.SGD, torch.optim.Adam], [*FORMATS, "npy"], [torch.float32, torch.float16, torch.bfloat16]),
+)
 def test_rows_and_state_survive_the_way_through_a_file(tmp_path, format, dtype, optimizer):
     first = make_embedding(tmp_path / "a", dtype=dtype)
     second = make_embedding(tmp_path / "b", dtype=dtype)

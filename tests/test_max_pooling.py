@@ -6,6 +6,7 @@ import torch
 
 import oneemb
 from tests.support.models import make_embedding
+from tests.support.pairwise import covering
 
 TABLES, DIM, IDS, PADDING = 2, 20, 30, 7
 VALUES = {
@@ -185,9 +186,10 @@ class Score(oneemb.EvalGraph):
         return self.embedding(ids, offsets=offsets, pooling="max")
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("make_step", [Train, Eager])
-@pytest.mark.parametrize("store", ["device", "host", "ssd", "ssd, host cache"])
+@pytest.mark.parametrize(
+    ("store", "make_step", "threads"),
+    covering(["device", "host", "ssd", "ssd, host cache"], [Train, Eager], [1, 3]),
+)
 def test_numbers_do_not_depend_on_store_graph_or_threads(tmp_path, store, make_step, threads):
     def run(path, store, make_step, threads):
         embedding = make_embedding(path, store=store, tables=TABLES, dim=DIM, seed=3, num_threads=threads)

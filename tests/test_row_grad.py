@@ -669,8 +669,9 @@ def test_rows_beside_other_values_do_not_keep_the_gradient_of_all(tmp_path):
     assert torch.equal(embedding.weight.grad.row_values(), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("pooling", [None, "sum", "mean"])
+@pytest.mark.parametrize(
+    ("pooling", "dtype"), diagonal([None, "sum", "mean"], [torch.float32, torch.bfloat16]), ids=str
+)
 def test_a_gradient_that_somebody_has_is_summed_as_it_comes_to_the_bits_of_its_copy(tmp_path, dtype, pooling):
     at_once, kept = (make_embedding(tmp_path / name, dim=DIM, dtype=dtype) for name in ("at_once", "kept"))
     ids = torch.tensor([3, 5, 3, 3, 8, 5])

@@ -317,8 +317,9 @@ def growing(count=8, every=(True, False, True)):
         yield x + 1000 * i * new, y + 1000 * i * every[(i + 2) % 3], offsets, scales
 
 
-@pytest.mark.parametrize("build", [simple, pooled, maxima, again, losses], ids=lambda build: build.__name__)
-@pytest.mark.parametrize("store", ["device", "ssd"])
+@pytest.mark.parametrize(
+    ("build", "store"), diagonal([simple, pooled, maxima, again, losses], ["device", "ssd"]), ids=name_of
+)
 def test_new_ids_in_some_lookups_and_none_in_others(build, store):
     eager = results(make_eager, build, adam, lambda step: [step(*batch) for batch in growing()], store=store)
     same(results(make_graph, build, adam, lambda step: [step(*batch) for batch in growing()], store=store), eager)

@@ -338,8 +338,7 @@ def everything(graph):
     return modules, tensors, {name: (place, one.tolist()) for name, (place, one) in buffers.items()}
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize(("error", "format"), diagonal([None, RuntimeError, KeyboardInterrupt], FORMATS))
 def test_the_graph_and_the_folder_are_as_before_however_an_export_ends(tmp_path, format, error):
     class Ends(Click):
         def build(self, ids, label):

@@ -23,6 +23,7 @@ from oneemb.storage.table.persistent_table import PersistentTable
 from tests.storage.test_persistent_table_states import TableMachine, run
 from tests.support.faulty_fs import FaultyFileSystem
 from tests.support.inside import chunk_files_of
+from tests.support.pairwise import diagonal
 from tests.support.table_model import check
 
 THREADS = Threads(1)
@@ -193,8 +194,7 @@ def small_extents(monkeypatch):
     monkeypatch.setattr(geometry, "_EXTENT_BYTES", EXTENT_BYTES)
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["in puts", "beside puts"])
-@pytest.mark.parametrize("kept", [1, 3])
+@pytest.mark.parametrize(("kept", "background"), diagonal([1, 3], [False, True]))
 @pytest.mark.parametrize("saves", [25, pytest.param(500, marks=pytest.mark.slow)])
 def test_disk_use_stays_bounded_over_saves_of_any_pattern(saves, kept, background):
     rng = np.random.default_rng(saves + kept)

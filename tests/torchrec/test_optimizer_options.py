@@ -23,6 +23,7 @@ from oneemb.dynamicemb import DynamicEmbInitializerArgs, DynamicEmbInitializerMo
 from oneemb.dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from oneemb.torchrec import EmbeddingBagCollection, get_default_sharders
 from tests.dynamicemb.test_sharded import shard as shard_dynamic
+from tests.support.pairwise import diagonal
 from tests.torchrec.test_sharding import on_ranks
 
 ROWS, DIM, STEPS, BEGIN = 12, 4, 7, 0.5
@@ -174,8 +175,7 @@ def close(found, expected, case):
     torch.testing.assert_close(found, expected, rtol=5e-5, atol=5e-5, msg=lambda text: f"{case}: {text}")
 
 
-@pytest.mark.parametrize("door", [by_step, in_backward])
-@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize(("cls", "door"), diagonal(list(CLASSES), [by_step, in_backward]))
 def test_an_option_does_to_rows_what_it_does_to_a_table(cls, door):
     for options in cases_of(cls):
         expected = expected_rows(cls, options)
@@ -193,8 +193,7 @@ def test_each_of_these_options_has_an_effect(cls):
             assert not torch.equal(expected, expected_rows(cls, others)), left_out
 
 
-@pytest.mark.parametrize("door", [by_step, in_backward])
-@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize(("cls", "door"), diagonal(list(CLASSES), [by_step, in_backward]))
 def test_an_option_that_changes_no_step_is_taken_and_one_that_rows_cannot_follow_is_refused(cls, door):
     for name in sorted((SAME_STEP - {"capturable"}) & set(options_of(cls))):
         close(door(cls, {name: True}), expected_rows(cls, {}), name)
