@@ -69,9 +69,10 @@ def test_an_interrupt_at_any_line_of_the_loop_leaves_nothing(depth, every):
     assert check_after_interrupts(depth, [FILE], None, range(1, 1000, every)) > 80 // every
 
 
-def test_an_interrupt_at_any_line_of_waiting_for_the_thread_leaves_nothing():
+@pytest.mark.parametrize("every", EVERY)
+def test_an_interrupt_at_any_line_of_waiting_for_the_thread_leaves_nothing(every):
     waiting = {"join", "_wait_for_tstate_lock", "is_alive", "current_thread", "close", "_wait"}
-    assert check_after_interrupts(1, [FILE, threading.__file__], waiting, range(1, 200)) > 8
+    assert check_after_interrupts(1, [FILE, threading.__file__], waiting, range(1, 200, every)) > 8 // every
 
 
 def test_the_comparison_notices_a_loop_that_is_not_closed(monkeypatch):
