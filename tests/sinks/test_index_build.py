@@ -15,6 +15,7 @@ import pytest
 
 import oneemb
 from oneemb.sinks import index_build, index_sink
+from oneemb.sinks.faiss_index import FaissLibrary
 from oneemb.sinks.index_build import IndexBuild
 from tests.support.forks import ended_well, in_child
 from tests.support.interrupts import interrupt_soon, interrupted
@@ -163,6 +164,28 @@ def test_versions_are_shown_while_an_index_is_built_anew_and_are_in_the_new_inde
         assert publisher.stats().popitem()[1]["wholes"] == 1
 
 
+def test_a_new_index_that_comes_in_the_middle_of_a_version_gets_the_version_too(job, tmp_path, monkeypatch):
+    gate, write = Gate(), FaissLibrary.write
+    sink = made_sink(Exact(gate), tmp_path / "index")
+
+    def writes(*arguments):
+        """Let the new index come after a version was added to the index in use, before it is shown."""
+        if gate.reached.is_set():
+            gate.open()
+            wait_for_builds()
+        write(*arguments)
+
+    with publishing(job, sink) as publisher:
+        publisher.flush()
+        index, _ = due(job, publisher, sink)
+        assert gate.reached.wait(60)
+        monkeypatch.setattr(FaissLibrary, "write", writes)
+        name = save_and_flush(job, publisher)
+        assert sink.view.index is not index
+        check(job, sink, name)
+        wait_for_builds()
+
+
 @pytest.mark.parametrize("index", ["HNSW16", "IVF4,Flat", "IVF4,PQ4x4", "usearch"])
 def test_each_library_builds_its_index_beside(job, index):
     if index == "usearch":
@@ -260,6 +283,7 @@ def test_a_table_that_is_emptied_while_an_index_is_built_is_shown_empty_and_fill
         job.rows["empty"] = published_rows(job.embedding)
         flushing = threading.Thread(target=publisher.flush)
         flushing.start()  # It waits for the build, whose index is of no use.
+        flushing.join(1.0)
         gate.open()
         ended(flushing)
         assert not building() and len(rows_of(job, "empty")[0]) == sink.view.index.ntotal == 0
@@ -433,9 +457,10 @@ def test_what_is_saved_is_one_version_and_a_restart_or_a_rollback_goes_on(job, t
     with publishing(job, sink) as publisher:
         publisher.flush()
         _, name = due(job, publisher, sink)
-        saved = []
+        saved, shown = [], []
         for _ in range(4):
             name = save_and_flush(job, publisher)
+            shown.append(name)
             shutil.copytree(tmp_path / "index", tmp_path / name)
             reader = made_sink(Exact(), tmp_path / name)
             saved.append(reader.refresh().name)
@@ -444,6 +469,7 @@ def test_what_is_saved_is_one_version_and_a_restart_or_a_rollback_goes_on(job, t
                 pass
             check(job, reader, name)
         assert len(set(saved)) == 2, "each second version is saved"
+        assert [one == other for one, other in zip(saved, shown, strict=True)].count(True) == 2
         gate.open()
         publisher.show(saved[0])  # The build belongs to no version that the sink shows now, and ends.
         check(job, sink, saved[0])
