@@ -28,6 +28,7 @@ from _machine import machine, save_results, table
 
 import oneemb
 from oneemb.kernels import launch
+from oneemb.kernels.jit import CudaLoop
 
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 OPTIMIZERS = {
@@ -157,7 +158,7 @@ def microseconds_of_loops(gpu: launch.Gpu, call: Callable[[], None], runs: int =
             start = time.perf_counter()
             launched(loop, *args, **how)
             end = time.perf_counter()
-            loops = [one for one, _ in loop] if isinstance(loop, tuple) else [loop]  # of `run_in_turn`
+            loops = [loop] if isinstance(loop, CudaLoop) else [one for one, _ in loop()]  # as of `run_in_turn`
             found[", ".join(one.__name__ for one in loops)].append((end - start) * 1e6)
 
         return one

@@ -54,7 +54,7 @@ _DRIVER_MIN = 13000  # CUDA 13.0 in cuDriverGetVersion's form, which compiled lo
 Grid = tuple[int, int, int]
 """Number of blocks, and number of threads of a block in x and y."""
 
-Forms = Sequence[tuple[CudaLoop, Grid]]
+Loops = Sequence[tuple[CudaLoop, Grid]]
 """Loops, with the grid of each."""
 
 
@@ -262,17 +262,17 @@ class Gpu:
         """Grid of a loop of `run_shares`."""
         return blocks, _BLOCK, 1
 
-    def run_in_turn(self, forms: Callable[[], Forms], *args: tuple, shapes: Hashable) -> None:
+    def run_in_turn(self, loops: Callable[[], Loops], *args: tuple, shapes: Hashable) -> None:
         """Launch several loops, one after the other, which costs the host less than a launch of each.
 
         Args:
-            forms: makes the loops, with their grids.
+            loops: makes the loops, with their grids; called unless the launch is repeated.
             args: arguments of each loop.
-            shapes: a value that decides the forms too.
+            shapes: a value that decides the loops and grids too.
         """
         key = self, shapes
         if not self._repeat(key, args):
-            self._launch(forms(), args, key)
+            self._launch(loops(), args, key)
 
     def _repeat(self, key: Hashable, args: Sequence[tuple]) -> bool:
         """Repeat a launch with these arguments of each loop. False = the thread has no launch with this key to repeat,
@@ -290,15 +290,15 @@ class Gpu:
             again.is_busy = False
         return True
 
-    def _launch(self, forms: Forms, args: Sequence[tuple], key: Hashable = None) -> None:
-        self.launches += len(forms)
+    def _launch(self, loops: Loops, args: Sequence[tuple], key: Hashable = None) -> None:
+        self.launches += len(loops)
         if SIMULATED:
-            for (loop, (blocks, threads_x, threads_y)), args_of_loop in zip(forms, args, strict=True):
+            for (loop, (blocks, threads_x, threads_y)), args_of_loop in zip(loops, args, strict=True):
                 _simulate(loop, blocks, (threads_x, threads_y), args_of_loop)
             return
         launched: list[Launched] = []
         try:
-            for (loop, grid), args_of_loop in zip(forms, args, strict=True):
+            for (loop, grid), args_of_loop in zip(loops, args, strict=True):
                 launched.append(self._packed(loop, grid, args_of_loop))
             self._driver.launch(launched, self.stream_now())
             if key is not None and self._is_second(key):

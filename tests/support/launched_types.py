@@ -23,17 +23,17 @@ def check_launches():
     has had with other shapes."""
     known, launch, shapes_of = set(cases(every=True).values()), Gpu._launch, {}
 
-    def checked(self, forms, args, key=None):
+    def checked(self, loops, args, key=None):
         signatures = [signature_of(args_of_loop) for args_of_loop in args]
         if key is not None:
-            shapes = forms, signatures, [arg.shape for arg in leaves(args) if isinstance(arg, torch.Tensor)]
-            assert shapes_of.setdefault(key, shapes) == shapes, f"{forms}: {key} does not decide {shapes}"
-        for (loop, _), signature in zip(forms, signatures, strict=True):
+            shapes = loops, signatures, [arg.shape for arg in leaves(args) if isinstance(arg, torch.Tensor)]
+            assert shapes_of.setdefault(key, shapes) == shapes, f"{loops}: {key} does not decide {shapes}"
+        for (loop, _), signature in zip(loops, signatures, strict=True):
             of_tests = not loop.function.__module__.startswith("oneemb.")
             assert of_tests or (loop, signature) in known, (
                 f"{loop.__name__} with {dict(loop.constants)} and {signature} is not compiled ahead"
             )
-        launch(self, forms, args, key)
+        launch(self, loops, args, key)
 
     Gpu._launch = checked
     try:

@@ -42,7 +42,7 @@ class NullGpu(Gpu):
         self.launched = None
         """A callback, given loop and arguments of each launch, and how many launches came since."""
         self.repeats = 0  # launches that repeat others
-        self._forms = {}
+        self._loops = {}
         self._open(index, (0).__mul__)  # a function of C, as torch's
         self.context = self._driver.context
 
@@ -52,16 +52,16 @@ class NullGpu(Gpu):
     def free_bytes(self):
         return 1 << 28
 
-    def _launch(self, forms, args, key=None):
-        super()._launch(forms, args, key)
-        self._forms[key] = forms
-        self._launched(forms, args)
+    def _launch(self, loops, args, key=None):
+        super()._launch(loops, args, key)
+        self._loops[key] = loops
+        self._launched(loops, args)
 
     def _repeat(self, key, args):
         repeated = super()._repeat(key, args)
         if repeated:
             self.repeats += len(args)
-            self._launched(self._forms[key], args)
+            self._launched(self._loops[key], args)
         return repeated
 
     def stop_writing(self):
@@ -70,8 +70,8 @@ class NullGpu(Gpu):
         self.writes = False
         self._launch, self._repeat = super()._launch, super()._repeat
 
-    def _launched(self, forms, args):
-        for before, ((loop, _), args_of_loop) in enumerate(zip(reversed(forms), reversed(args), strict=True)):
+    def _launched(self, loops, args):
+        for before, ((loop, _), args_of_loop) in enumerate(zip(reversed(loops), reversed(args), strict=True)):
             self._write(loop, args_of_loop)
             if self.launched is not None:
                 self.launched(loop, args_of_loop, before)
