@@ -223,7 +223,7 @@ class EmbeddingStore:
             uses_U: int64, number of ids in the batch for each key, for policies; None = the counts in `keys`.
 
         Returns:
-            slot_U, int64 [U], valid until released; and the keys, on a GPU perhaps not cut: see `HotRows.acquire`.
+            slot_U, int64 [U], valid until released; and the U keys, on a GPU perhaps uncut (`HotRows.acquire`).
 
         Raises:
             StoreFullError: a tier is too small, or the capacity or the limit of replicated tables is reached; nothing
@@ -236,7 +236,7 @@ class EmbeddingStore:
     def acquire_locked(
         self, keys: Keys, prefetched: Prefetched | None, again: bool, admits: bool, uses_U: np.ndarray | None
     ) -> tuple[Array, Keys]:
-        """`acquire` for a caller that holds the store lock, until the pins have an owner."""
+        """`acquire` for a caller that has the store lock, and keeps it until the pins have an owner."""
         self.store_lock.check(changes=True)
         if self.looks_first:
             self.check_open()

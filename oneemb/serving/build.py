@@ -240,7 +240,7 @@ def open_snapshot(
         ):
             if name is None and source.stored is None:  # An object store itself says which is the newest.
                 lost = source.looks.look().damaged_of(served.name)
-                if found.sequence < served.sequence and lost:
+                if found.sequence < served.sequence and lost:  # The served snapshot itself cannot be read any more.
                     raise lost[0].error()
                 tell_unread(source.looks, found, unread, raises=True)
             return None
@@ -265,7 +265,7 @@ def tell_unread(
     looks: SnapshotLooks, newest: PartedSnapshot, unread: Callable[[StorageError], None], *, raises: bool = False
 ) -> None:
     """Call `unread` with the error of a snapshot that cannot be read and is, or may be, newer than `newest`. `raises`:
-    whether the error is raised if the snapshot is newer for sure."""
+    whether the error is raised instead if the snapshot is newer for sure."""
     error, is_sure = looks.look().unread_after(newest)
     if error is not None:
         if raises and is_sure:

@@ -182,8 +182,9 @@ class Follower:
         """Stop, and wait until the thread has ended.
 
         Args:
-            late_call: returns the call of an object store that began so many seconds ago, in words. If there is one,
-                the wait ends with a warning, and the thread is left: it ends with its call, or with the program.
+            late_call: returns the call of an object store that began so many seconds ago or earlier, in words. If
+                there is one, the wait ends with a warning, and the thread is left: it ends with its call, or with the
+                program.
         """
         self.stop()
         if self.is_of_parent or self.thread is threading.current_thread():

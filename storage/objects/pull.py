@@ -109,7 +109,7 @@ def pull_from(
         if parts:
             link = has_links(new)
             if is_damaged:
-                _replace_files(new, folder, sorted({part.folder for part in parts}), link)
+                _replace_files(new, folder, parts, link)
             copied = backup_folder(new, folder, link=link, verify=verify)
             if copied.incomplete:
                 raise CorruptTableError(f"{new}: {next(iter(copied.incomplete.values()))}")
@@ -119,18 +119,19 @@ def pull_from(
     return result
 
 
-def _replace_files(new: str, folder: str, tables: Sequence[str], link: bool) -> None:
-    """Replace the files of these tables in `folder` by those of the pull, one by one; files of chunks come first.
+def _replace_files(new: str, folder: str, parts: Sequence[StoredPart], link: bool) -> None:
+    """Replace the files of these parts in `folder` by those of the pull, one by one; files of chunks come first.
     Snapshots that `folder` does not have are left to the backup."""
-    for table, name in itertools.product(tables, ("chunks", "snapshots")):
-        there = f"{folder}/{table}/{name}"
-        for file in os.listdir(f"{new}/{table}/{name}") if os.path.isdir(there) else ():
-            if name == "chunks" or os.path.exists(f"{there}/{file}"):
-                with doing("replace", f"{there}/{file}"):
-                    with suppress(FileNotFoundError):
-                        os.remove(f"{there}/{file}.tmp")
-                    (os.link if link else shutil.copyfile)(f"{new}/{table}/{name}/{file}", f"{there}/{file}.tmp")
-                    os.replace(f"{there}/{file}.tmp", f"{there}/{file}")
+    for path in sorted({f"{part.folder}/{file.path}" for part in parts for file in part.files}):
+        there = f"{folder}/{path}"
+        is_chunk = os.path.basename(os.path.dirname(path)) == "chunks"
+        is_replaced = os.path.isdir(os.path.dirname(there)) if is_chunk else os.path.exists(there)
+        if is_replaced:
+            with doing("replace", there):
+                with suppress(FileNotFoundError):
+                    os.remove(f"{there}.tmp")
+                (os.link if link else shutil.copyfile)(f"{new}/{path}", f"{there}.tmp")
+                os.replace(f"{there}.tmp", there)
 
 
 def _check_wanted(stop: Callable[[], bool]) -> None:
@@ -193,8 +194,9 @@ def remove_left(new: str) -> None:
         lock.release()
 
 
-def _left_of(path: str) -> str:
-    """Path of the longest unfinished file that pulls which were killed, or have failed, have left of a file."""
+def _set_aside(path: str) -> str:
+    """Set the unfinished file aside that a killed or failed pull has left of a file, and return its path, where there
+    may be none. The longest of several stays."""
     left, new = f"{path}.left", f"{path}.tmp"
     if os.path.exists(new) and not (os.path.exists(left) and os.path.getsize(left) > os.path.getsize(new)):
         os.replace(new, left)
@@ -347,7 +349,7 @@ class Pull:
     def _write(self, file: StoredFile, path: str, shorter: Sequence[str] = ()) -> None:
         """Write a file. `shorter`: files that may begin as this one does, so that less is downloaded."""
         begins = [0, *itertools.accumulate(size for _, size in file.pieces)]
-        left = _left_of(path)
+        left = _set_aside(path)
 
         def piece_at(n: int) -> tuple[bytes, bool]:
             piece = file.pieces[n]

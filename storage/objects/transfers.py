@@ -63,8 +63,8 @@ def in_order(call: Callable[[Argument], Result], arguments: Iterable[Argument]) 
 def _work(
     call: Callable[[Argument], Result], asked: "SimpleQueue[tuple[Future[Result], Argument] | None]"
 ) -> None:  # fmt: skip
-    """Make the calls that are asked for, until a None. A daemon runs this, unlike the threads of an executor, for which
-    Python waits when the program ends, though a call of a store may never return."""
+    """Make the calls that are asked for, until a None. Daemon threads run this: when a program ends, Python waits for
+    the threads of an executor, and a call of a store may never return."""
     while (one := asked.get()) is not None:
         _make(call, *one)
         del one  # so that a thread without a call holds no piece

@@ -34,11 +34,15 @@ class SnapshotLooks:
 
         def read(files: SnapshotFiles, name: str) -> SnapshotInfo:
             path = files.path(name)
-            state, changed = _state_of(path)
+            try:
+                stat = os.stat(path)
+            except OSError:
+                return files.read(name).info  # The reader says what is wrong.
+            state = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
             found = before.get(path)
             if found is None or found[0] != state:
                 found = state, files.read(name).info
-            if time.time() - changed > _OLD_S:
+            if time.time() - stat.st_mtime > _OLD_S:
                 known[path] = found
             return found[1]
 
@@ -48,12 +52,3 @@ class SnapshotLooks:
             return last  # It knows the chains of its snapshots already.
         self._found = found
         return found
-
-
-def _state_of(path: str) -> tuple[object, float]:
-    """Values that differ if the file has changed, and the time of its last change, in seconds since 1970."""
-    try:
-        stat = os.stat(path)
-    except OSError:
-        return None, 0.0  # The reader of the file says what is wrong.
-    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns), stat.st_mtime

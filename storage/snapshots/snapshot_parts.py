@@ -306,13 +306,12 @@ class FoundParts:
         return list(dict.fromkeys([part.folder for part in parts] + [one.folder for one in self.damaged_of(name)]))
 
     def unread_after(self, newest: PartedSnapshot) -> tuple[StorageError | None, bool]:
-        """(error of a snapshot that cannot be read and was, or may have been, saved after `newest`, whether it was);
-        (None, False) = there is none."""
-        after = [(one.is_after(newest), one) for one in self.damaged]
-        for sure in (True, None):
-            for found, one in after:
-                if found is sure:
-                    return one.error(), bool(sure)
+        """(error of a snapshot that cannot be read and was, or may have been, saved after `newest`; whether it was
+        for sure). A snapshot that was for sure comes before others. (None, False) = there is no such snapshot."""
+        is_after = [(one, one.is_after(newest)) for one in self.damaged]
+        for one, is_sure in sorted(is_after, key=lambda each: not each[1]):
+            if is_sure is not False:
+                return one.error(), bool(is_sure)
         return None, False
 
     def damage(self) -> dict[str, str]:

@@ -108,8 +108,8 @@ class SnapshotFiles:
         return record
 
     def saved(self, name: str) -> tuple[int, float] | None:
-        """(sequence, time) of the save of a snapshot that `read` cannot read, as its bytes say, which no checksum
-        holds; None = they do not say."""
+        """(sequence, time) of the save of a snapshot that `read` cannot read. No checksum holds for these bytes, so
+        each number may be wrong. None = the file has no such bytes."""
         try:
             with self._opened(self.path(name), name) as file:
                 found = _SAVED.search(self._bytes(file, 0, _READ_BYTES))

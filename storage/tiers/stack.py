@@ -124,7 +124,8 @@ class NewRows:
 
     @functools.cached_property
     def _no_state(self) -> Array:
-        with torch.inference_mode(False):
+        """State of rows that have none."""
+        with torch.inference_mode(False):  # Later lookups, in no such mode, use the tensor too.
             return self.backend.array(torch.empty(0, 1, dtype=torch.float32, device=self.backend.device))
 
     def absent_weights(self, weight_UX: Array, place_R: Array, table_U: Array, id_U: Array) -> None:

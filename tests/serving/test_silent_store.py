@@ -105,7 +105,6 @@ def test_a_close_leaves_a_call_that_gives_no_answer_and_names_it(kind, url, tmp_
 def test_one_interrupt_ends_a_close_and_a_pull_that_wait_for_a_store(url, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         store = Silent(patched, "/objects/")
-        threads = []
         for wait in ("close", "open"):
             with pytest.raises(KeyboardInterrupt):
                 if wait == "close":

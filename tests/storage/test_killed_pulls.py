@@ -9,7 +9,7 @@ import pytest
 
 from oneemb.storage.objects import push as push_module
 from oneemb.storage.objects.object_store import ObjectStore
-from oneemb.storage.objects.pull import pull
+from oneemb.storage.objects.pull import pull, pull_from
 from oneemb.storage.objects.push import push
 from oneemb.storage.objects.transfers import THREADS
 from tests.storage.test_backups import held_at
@@ -56,18 +56,53 @@ def test_whole_pieces_of_an_unfinished_file_are_not_downloaded_again(way, tmp_pa
             done = subprocess.run([sys.executable, "-c", PULL, url, str(copy), str(3 * THREADS)], capture_output=True)
             assert done.returncode == -signal.SIGKILL, done.stderr
         else:
-
-            def fails():
-                raise Killed
-
-            with monkeypatch.context() as patched, pytest.raises(Killed):
-                patched.setattr(ObjectStore, "get", at_read(3 * THREADS, fails, get))
-                pull(url, copy)
+            unfinished(url, copy, monkeypatch)
         before += THREADS  # Of the others, some were at work, and some are of the snapshot's own file.
     read.clear()
     pull(url, copy)
     assert len(read) <= pieces - before
     assert held_at(copy) == held
+
+
+def test_a_damaged_unfinished_file_gives_no_byte_that_its_checksum_refuses(tmp_path, monkeypatch):
+    monkeypatch.setattr(push_module, "_PIECE_BYTES", 500)
+    url, copy = f"file://{tmp_path}/objects", tmp_path / "copy"
+    held = saved_table(tmp_path / "live", "a", size=4000)
+    push(tmp_path / "live", url)
+    unfinished(url, copy, monkeypatch)
+    (left,) = (tmp_path / "copy.pull").rglob("*.tmp")
+    data = left.read_bytes()
+    assert len(data) > 500
+    left.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    pull(url, copy)
+    assert held_at(copy) == held
+
+
+def test_what_a_failed_pull_leaves_of_other_files_does_not_come_to_a_copy_that_is_mended(tmp_path, monkeypatch):
+    monkeypatch.setattr(push_module, "_PIECE_BYTES", 500)
+    url, copy = f"file://{tmp_path}/objects", tmp_path / "copy"
+    held = saved_table(tmp_path / "live", "a", size=4000)
+    push(tmp_path / "live", url)
+    pull(url, copy)
+    names = sorted(path.name for path in (copy / "chunks").iterdir())
+    unfinished(url, tmp_path / "other", monkeypatch)
+    (left,) = (tmp_path / "other.pull").rglob("*.tmp")
+    (tmp_path / "other.pull").rename(tmp_path / "copy.pull")
+    chunks = tmp_path / "copy.pull" / "chunks"
+    (chunks / left.name).rename(chunks / f"77.{left.name}")  # of a chunk that the snapshot does not have
+    pull_from(ObjectStore(url), str(copy), ["a"], is_damaged=True)
+    assert sorted(path.name for path in (copy / "chunks").iterdir()) == names and held_at(copy) == held
+
+
+def unfinished(url, copy, monkeypatch):
+    """Let a pull fail in the middle of a file."""
+
+    def fails():
+        raise Killed
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(ObjectStore, "get", at_read(3 * THREADS, fails))
+        pull(url, copy)
 
 
 def pieces_of_longest_file(folder):
