@@ -266,7 +266,7 @@ def tell_unread(
 ) -> None:
     """Call `unread` with the error of a snapshot that cannot be read and is, or may be, newer than `newest`. `raises`:
     whether the error is raised instead if the snapshot is newer for sure."""
-    error, is_sure = looks.look().unread_after(newest)
+    error, is_sure = looks.look().unread_after(newest, NOT_SAVED)
     if error is not None:
         if raises and is_sure:
             raise error

@@ -101,7 +101,7 @@ class Versions:
         CorruptTableError or FormatVersionError if it is newer for sure. An object store itself says which is the
         newest, and `pull` brings it."""
         newest = self.newest() if self.target is None and self._stored is None else None
-        error, is_sure = (None, False) if newest is None else self.look().unread_after(newest)
+        error, is_sure = (None, False) if newest is None else self.look().unread_after(newest, NOT_SAVED)
         if error is not None and is_sure:
             raise error
         return error

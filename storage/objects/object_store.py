@@ -54,7 +54,7 @@ class StoreCalls:
     def late(self, seconds: float) -> str | None:
         """The call that has been at work for longest, in words, if it began `seconds` ago or earlier; None = there is
         none."""
-        here = [call for (process, _), call in list(self._begun.items()) if process == os.getpid()]
+        here = [call for (process, _), call in self._begun.copy().items() if process == os.getpid()]
         begun, what = min(here, default=(math.inf, ""))
         return what if begun <= time.monotonic() - seconds else None
 

@@ -48,7 +48,7 @@ def in_order(call: Callable[[Argument], Result], arguments: Iterable[Argument]) 
                 yield running.pop(0).result()
         while running:
             yield running.pop(0).result()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         waits = False  # A call of a store may never return.
         raise
     finally:

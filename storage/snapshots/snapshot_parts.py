@@ -305,10 +305,13 @@ class FoundParts:
         parts = [part for part in self.parts_of(name) if (part.folder, part.info.name) not in leftovers]
         return list(dict.fromkeys([part.folder for part in parts] + [one.folder for one in self.damaged_of(name)]))
 
-    def unread_after(self, newest: PartedSnapshot) -> tuple[StorageError | None, bool]:
+    def unread_after(
+        self, newest: PartedSnapshot, left_out: tuple[str, ...] = ()
+    ) -> tuple[StorageError | None, bool]:  # fmt: skip
         """(error of a snapshot that cannot be read and was, or may have been, saved after `newest`; whether it was
-        for sure). A snapshot that was for sure comes before others. (None, False) = there is no such snapshot."""
-        is_after = [(one, one.is_after(newest)) for one in self.damaged]
+        for sure). A snapshot that was for sure comes before others. (None, False) = there is no such snapshot.
+        `left_out`: prefixes of the names of snapshots that do not count."""
+        is_after = [(one, one.is_after(newest)) for one in self.damaged if not one.name.startswith(left_out)]
         for one, is_sure in sorted(is_after, key=lambda each: not each[1]):
             if is_sure is not False:
                 return one.error(), bool(is_sure)

@@ -1,5 +1,7 @@
 """An object store that gives no answer holds up neither a close, nor Ctrl-C, nor the end of a program."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -123,6 +125,27 @@ def test_one_interrupt_ends_a_close_and_a_pull_that_wait_for_a_store(url, tmp_pa
             assert not thread.is_alive()
     with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "open", absent="zeros") as served:
         assert served.version.name == "a"
+
+
+def test_a_signal_whose_handler_ends_the_program_ends_a_pull_that_waits_for_a_store(url, tmp_path, monkeypatch):
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    try:
+        with monkeypatch.context() as patched:
+            store = Silent(patched, "/objects/")
+            limit = threading.Timer(60, store.answers.set)
+            limit.start()
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            with pytest.raises(SystemExit):
+                oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving")
+            assert not store.answers.is_set(), "the pull has waited for the store"
+            store.answers.set()
+            limit.cancel()
+            for thread in threading.enumerate():
+                if thread.name == "oneemb-objects":
+                    thread.join(60)
+                    assert not thread.is_alive()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_figures_of_a_sink_know_the_newest_version_of_a_store_that_is_not_downloaded(job, url, tmp_path, monkeypatch):

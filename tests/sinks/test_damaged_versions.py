@@ -17,6 +17,7 @@ import torch
 import oneemb
 from oneemb.serving.stored_rows import StoredCopy
 from oneemb.sinks import Changes
+from oneemb.storage.bottom import EXPORTED
 from oneemb.storage.objects import pull, push
 from oneemb.storage.objects.object_store import ObjectStore
 from oneemb.storage.snapshots.snapshot_parts import look_at
@@ -237,6 +238,19 @@ def test_a_damaged_older_snapshot_of_a_copied_folder_is_no_error_of_each_look(ki
         told = [record.message for record in caplog.records if str(path) in record.message]
         assert len(told) == (left == "nothing")
         assert (str(path) in str(shown.unread())) == (left == "nothing")
+    shown.close()
+
+
+@pytest.mark.parametrize("kind", ["parquet", "server"])
+def test_a_damaged_snapshot_that_no_user_has_saved_is_no_error(kind, job, tmp_path):
+    shown, name = Shown(kind, job, tmp_path / kind, None), f"{EXPORTED}1"
+    shown.bring()
+    job.embedding.save_snapshot(name)
+    with flipped(file_of(job, name, "snapshot"), 0.0):
+        shown.bring()
+        shown.check("v2")
+        assert shown.unread() is None
+    job.embedding.delete_snapshot(name)
     shown.close()
 
 
