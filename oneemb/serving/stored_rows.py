@@ -31,7 +31,7 @@ class StoredCopy:
     def __init__(self, store: ObjectStore, folder: str):
         self.url, self.folder, self._store = store.url, folder, store
         self._damaged = ""  # identity of the snapshot whose copy the next pull must compare with the store
-        self._mended = ""  # identity of the last snapshot of which this was asked
+        self._mended: set[tuple[str, str]] = set()  # (identity of a snapshot, error) for which `mend` has asked a pull
         self.compared = 0
         """Number of times that the copy was compared with the store, since files of it were damaged."""
         self.offered: Current | None = None
@@ -49,6 +49,7 @@ class StoredCopy:
             CorruptTableError: an object is missing or damaged.
             StorageError: the store or the folder cannot be used.
         """
+        is_newest = name is None
         if name is None:
             newest = newest_in(self._store)
             if newest is None:
@@ -59,7 +60,7 @@ class StoredCopy:
             # The job may replace the snapshot of this name at any time, so its identity is read again.
             self.offered = current_of(self._store, name)
             identity = self.offered.identity
-            if self._damaged != identity and self._has(name, identity):
+            if self._damaged != identity and self._has(name, identity, is_newest):
                 return
             if tries == _TRIES:
                 raise CorruptTableError(
@@ -99,17 +100,19 @@ class StoredCopy:
 
     def mend(self, identity: str, error: StorageError, compared: int) -> bool:
         """Whether a reader of the snapshot with this identity, which has got `error`, must pull and read again. If the
-        error says that files are damaged, the next `pull` compares the copy with the store, once for each snapshot: if
-        the copy is still damaged then, the store has the damage too.
+        error says that files are damaged, the next `pull` compares the copy with the store, once for each snapshot and
+        error: if the copy has the same damage again then, the store has the damage too.
 
         Args:
             compared: `compared` when the reader began; more now = the copy was replaced while it was read.
         """
         if self._damaged == identity or self.compared > compared:
             return True
-        if self._mended == identity or not is_damage(error):
+        damage = identity, str(error)
+        if damage in self._mended or not is_damage(error):
             return False
-        self._damaged = self._mended = identity
+        self._mended = {one for one in self._mended if one[0] == identity} | {damage}
+        self._damaged = identity
         return True
 
     def late_call(self, seconds: float) -> str | None:
@@ -120,11 +123,17 @@ class StoredCopy:
         """Whether the store has the snapshot of this name and identity."""
         return has_snapshot(self._store, name, identity)
 
-    def _has(self, name: str, identity: str) -> bool:
+    def _has(self, name: str, identity: str, is_newest: bool) -> bool:
+        """Whether the copy has the snapshot. If it is the newest of the store, newer ones in the copy, which a killed
+        pull has left, are removed."""
         try:
-            look_at([self.folder]).get(name, identity, self.url)
+            found = look_at([self.folder])
+            wanted = found.get(name, identity, self.url)
         except StorageError:
             return False
+        if is_newest and found.snapshots()[-1].sequence > wanted.sequence:
+            with suppress(StorageError):  # Another process will.
+                self._remove_others(name)
         return True
 
     def _remove_others(self, name: str) -> None:

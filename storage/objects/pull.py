@@ -194,10 +194,11 @@ def remove_left(new: str) -> None:
         lock.release()
 
 
-def _set_aside(path: str) -> str:
+def _set_aside(path: str, former: str = "") -> str:
     """Set the unfinished file aside that a killed or failed pull has left of a file, and return its path, where there
-    may be none. The longest of several stays."""
-    left, new = f"{path}.left", f"{path}.tmp"
+    may be none. The longest of several stays. `former`: path of a file that is set aside in place of the unfinished
+    one; "" = none."""
+    left, new = f"{path}.left", former or f"{path}.tmp"
     if os.path.exists(new) and not (os.path.exists(left) and os.path.getsize(left) > os.path.getsize(new)):
         os.replace(new, left)
     return left
@@ -330,6 +331,11 @@ class Pull:
             self._chunk_files[path] = chunk
             self._moved.add(file.size)
             return
+        if path.endswith(".keys"):  # The rows beside the keys that were there may be those of another table.
+            rows = f"{os.path.splitext(path)[0]}.rows"
+            with doing("move aside", rows), suppress(FileNotFoundError):
+                _set_aside(rows, rows)
+                os.remove(rows)
         self._write(file, path, [one for one in (path, there) if one is not None])
         former = self._chunk_files.get(path)
         if former is not None:  # A longer file has taken the place of one that another snapshot needs.

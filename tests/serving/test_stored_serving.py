@@ -3,6 +3,7 @@
 import shutil
 import threading
 import uuid
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -233,6 +234,20 @@ def test_a_bring_that_is_killed_at_any_read_changes_nothing_and_is_continued(tmp
             with oneemb.InferenceEmbedding.open(url, "a", folder=tmp_path / "before") as another:
                 assert torch.equal(another(IDS), job.rows["a"])
         assert at > 3 and torch.equal(served(IDS), job.rows["b"])
+
+
+def test_a_newer_snapshot_that_a_killed_pull_has_left_is_not_served_once_the_store_has_it_no_more(
+    tmp_path, job, url, monkeypatch
+):  # fmt: skip
+    job.save("b")
+    folder = tmp_path / "serving"
+    stored_rows.StoredCopy(ObjectStore(url), str(folder / "rows")).pull(None, lambda: False)
+    delete_stored(url, "b")
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(stored_rows.StoredCopy, "_remove_others", Mock(side_effect=Killed))
+        oneemb.InferenceEmbedding.open(url, folder=folder)
+    with oneemb.InferenceEmbedding.open(url, folder=folder) as served:
+        assert served.version.name == "a" and torch.equal(served(IDS), job.rows["a"])
 
 
 def test_a_pull_that_nobody_wants_any_more_ends_with_the_calls_at_work(tmp_path, job, url, monkeypatch):

@@ -312,6 +312,21 @@ def test_a_damaged_file_that_a_copy_of_an_object_store_does_not_need_is_no_error
             check()
 
 
+def test_each_damage_of_one_copy_of_an_object_store_is_mended(job, tmp_path):
+    url, folder = f"memory://{uuid.uuid4().hex}/items", tmp_path / "copy"
+    push.push(job.folder, url, ["v0"])
+    with oneemb.InferenceEmbedding.open(url, absent="zeros", folder=folder) as served:
+        for at in (-9, -8, -7):
+            for path in folder.glob("*.serving"):
+                path.unlink()
+            path = next((folder / "rows").rglob("*.rows"))
+            data = path.read_bytes()
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            served.rollback("v0")
+            check_served(served, job, "v0")
+            assert path.read_bytes() == data
+
+
 def test_two_sinks_that_meet_damage_of_a_copy_at_one_time_get_no_error(job, tmp_path):
     url, both = f"memory://{uuid.uuid4().hex}/items", threading.Barrier(2, timeout=600)
     push.push(job.folder, url, ["v0"])

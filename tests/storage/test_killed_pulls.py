@@ -4,10 +4,13 @@ import signal
 import subprocess
 import sys
 import threading
+from unittest.mock import Mock
 
 import pytest
 
-from oneemb.storage.objects import push as push_module
+from oneemb.storage.new_files import NewFile
+from oneemb.storage.objects import pull as pull_module, push as push_module
+from oneemb.storage.objects.deletion import clean_store, delete_stored
 from oneemb.storage.objects.object_store import ObjectStore
 from oneemb.storage.objects.pull import pull, pull_from
 from oneemb.storage.objects.push import push
@@ -107,3 +110,30 @@ def unfinished(url, copy, monkeypatch):
 
 def pieces_of_longest_file(folder):
     return max(path.stat().st_size for path in (folder / "chunks").iterdir()) // 500
+
+
+def test_chunks_that_a_killed_pull_has_left_of_another_table_are_not_used(tmp_path, monkeypatch):
+    """Another job pushes to the URL meanwhile. Its first pull is killed, too: it has replaced keys, and no rows."""
+    monkeypatch.setattr(push_module, "_PIECE_BYTES", 500)
+    url, copy = f"file://{tmp_path}/objects", tmp_path / "copy"
+    saved_table(tmp_path / "first", "a", size=4000)
+    held = saved_table(tmp_path / "second", "a", size=3900, seed=1)
+    push(tmp_path / "first", url)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(pull_module, "backup_folder", Mock(side_effect=Killed))
+        pull(url, copy)
+    delete_stored(url, "a")
+    clean_store(url, 0.0)
+    push(tmp_path / "second", url)
+    put_in_place = NewFile.put_in_place
+
+    def killed_at_rows(new):
+        if new.path.endswith(".rows"):
+            raise Killed
+        put_in_place(new)
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(NewFile, "put_in_place", killed_at_rows)
+        pull(url, copy)
+    pull(url, copy)
+    assert held_at(copy) == held
