@@ -63,7 +63,7 @@ def check_after_interrupts(depth, files, functions, lines):
     return interrupts
 
 
-@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_an_interrupt_at_any_line_of_the_loop_leaves_nothing(depth, every):
     assert check_after_interrupts(depth, [FILE], None, range(1, 1000, every)) > 80 // every
