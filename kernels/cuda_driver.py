@@ -119,7 +119,7 @@ class Repeated:
     """Launches that may be made again, one after the other, with other addresses and numbers: each keeps its buffer."""
 
     def __init__(self, launched: "Sequence[Launched]"):
-        self.launched, self.loops = launched, len(launched)
+        self.launched, self.count = launched, len(launched)
         self.is_busy = False
         """Whether a launch is filling the buffers. Another launch of the thread may come in its middle."""
         self.refill, forms = refiller_of(tuple(one.kernel.signature for one in launched))

@@ -284,7 +284,7 @@ class Gpu:
             again.is_busy = True
             if not again.refill(args, *again.views):
                 return False  # Numbers of other types are for another form of the loop.
-            self.launches += again.loops
+            self.launches += again.count
             self._driver.launch(again.launched, self.stream_now())
         finally:
             again.is_busy = False

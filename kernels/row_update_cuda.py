@@ -312,6 +312,7 @@ def run_row_update_cuda(
         shapes = grad.shape, grad.is_contiguous()
     go_1 = gpu.filled(1, 1) if go_1 is None else go_1
     dirty_S = no_dirty if dirty_S is None else dirty_S
+    # weight_SX and row_SW are views of one slab, so their rows are aligned alike.
     v = vector_width(dim, weight_SX, arrays.grad_NX) if state_begin % 4 == 0 else 1
     loop = loop.at(V=v, gradient=how, SCALED=arrays.scaled)
     gpu.run_rows(

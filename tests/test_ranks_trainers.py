@@ -22,7 +22,7 @@ TRAINERS = {
 """Package of each trainer, and the program that starts its processes where the trainer starts none."""
 
 
-# Lightning starts and wraps by Fabric.
+# Lightning starts processes and wraps modules by the code of Fabric, so `make test` leaves Fabric itself out.
 @pytest.mark.parametrize("trainer", [pytest.param("fabric", marks=pytest.mark.slow), "lightning", "accelerate"])
 def test_two_processes_of_a_trainer_train_rows_as_one_loop_trains_tables(tmp_path, trainer):
     package, starter = TRAINERS[trainer]

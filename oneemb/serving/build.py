@@ -116,7 +116,7 @@ def stored_source(store: ObjectStore, folder: AnyPath | None, dtype: str, tables
         )
     where = served_folder(folder)
     rows = StoredCopy(store, os.path.join(where, "rows"))
-    return Source(SnapshotLooks([rows.folder]), where, dtype, tables, rows)
+    return Source(rows.looks, where, dtype, tables, rows)
 
 
 class Version(NamedTuple):

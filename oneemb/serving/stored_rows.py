@@ -19,7 +19,7 @@ from oneemb.storage.objects.manifests import Current, current_of, has_snapshot, 
 from oneemb.storage.objects.object_store import ObjectStore
 from oneemb.storage.objects.pull import KnownParts, PullStoppedError, pull_from
 from oneemb.storage.snapshots.part_folders import open_anew
-from oneemb.storage.snapshots.snapshot_parts import look_at
+from oneemb.storage.snapshots.snapshot_looks import SnapshotLooks
 
 _LOOK_S = 0.05
 _TRIES = 3
@@ -30,6 +30,8 @@ class StoredCopy:
 
     def __init__(self, store: ObjectStore, folder: str):
         self.url, self.folder, self._store = store.url, folder, store
+        self.looks = SnapshotLooks([folder])
+        """Looks at the copy."""
         self._damaged = ""  # identity of the snapshot whose copy the next pull must compare with the store
         self._mended: set[tuple[str, str]] = set()  # (identity of a snapshot, error) for which `mend` has asked a pull
         self.compared = 0
@@ -127,7 +129,7 @@ class StoredCopy:
         """Whether the copy has the snapshot. If it is the newest of the store, newer ones in the copy, which a killed
         pull has left, are removed."""
         try:
-            found = look_at([self.folder])
+            found = self.looks.look()
             wanted = found.get(name, identity, self.url)
         except StorageError:
             return False
@@ -137,7 +139,7 @@ class StoredCopy:
         return True
 
     def _remove_others(self, name: str) -> None:
-        found = look_at([self.folder])
+        found = self.looks.look()
         wanted = found.get(name)
         kept = {part.info.identity for link in (*wanted.before, wanted) for part in link.parts}
         for folder in found.folders:

@@ -28,7 +28,7 @@ class Versions:
     """
 
     def __init__(self, paths: Sequence[str], target: str | None = None, stored: StoredCopy | None = None):
-        self._looks = SnapshotLooks(paths)
+        self._looks = SnapshotLooks(paths) if stored is None else stored.looks
         self.target = target
         self._stored = stored
         self._pulls = threading.Lock()

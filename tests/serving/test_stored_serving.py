@@ -1,5 +1,6 @@
 """Servers of rows in an object store: they take over whole snapshots, and download only what is new."""
 
+import os
 import shutil
 import threading
 import uuid
@@ -17,6 +18,7 @@ from oneemb.storage.objects.deletion import delete_stored
 from oneemb.storage.objects.object_store import ObjectStore
 from oneemb.storage.objects.push import push, push_of_writer
 from oneemb.storage.objects.transfers import THREADS
+from oneemb.storage.table.snapshot_file import SnapshotFiles
 from tests.serving.test_following import wait_for
 from tests.storage.test_objects import Killed, embedding_at, train
 from tests.support.waits import came, ended
@@ -286,6 +288,19 @@ def test_lookups_go_on_and_nothing_is_lost_while_a_store_gives_no_answer(tmp_pat
         answers.set()
         assert wait_for(lambda: served.version.name == "b") and served.error is None
         assert torch.equal(served(IDS), job.rows["b"])
+
+
+def test_a_poll_that_finds_nothing_new_reads_no_description_of_the_copy(tmp_path, job, url, monkeypatch):
+    job.save("b", IDS[:5], since="a")
+    read, original = [], SnapshotFiles.read
+    with oneemb.InferenceEmbedding.open(url, folder=tmp_path / "serving") as served:
+        for path in (tmp_path / "serving/rows/snapshots").iterdir():
+            os.utime(path, (path.stat().st_mtime - 100,) * 2)  # A file that has just changed is read at each look.
+        assert not served.refresh()
+        monkeypatch.setattr(SnapshotFiles, "read", lambda files, name: read.append(name) or original(files, name))
+        assert not served.refresh() and read == []
+        job.save("c", IDS[:5], since="b")
+        assert served.refresh() and "c" in read
 
 
 def test_a_damaged_object_is_an_error_that_names_it_and_the_version_stays(tmp_path, job, url):

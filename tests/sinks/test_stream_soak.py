@@ -15,8 +15,9 @@ def test_a_stream_with_kills_serves_and_publishes_what_one_without_trains(seed):
         print(stream_soak.run(folder / "soak", seed, seconds=4, kills=1, life_s=2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plant", stream_plants.PLANTS)
+@pytest.mark.parametrize(
+    "plant", [pytest.param(one, marks=[pytest.mark.slow] * (one != "lost_delta")) for one in stream_plants.PLANTS]
+)
 def test_a_planted_fault_is_found(tmp_path, seed, plant):
     redis_process.need_redis()
     with pytest.raises(AssertionError, match=stream_plants.PLANTS[plant]):
