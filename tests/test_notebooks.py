@@ -105,14 +105,14 @@ def test_an_error_shows_the_users_frames_alone(tmp_path, ipython, job):
 def test_ctrl_c_that_waited_for_the_end_of_a_call_shows_it_too(tmp_path, monkeypatch, ipython, job):
     model = Model(tmp_path)
     store = model.items.store
-    acquire = store.acquire
+    acquire = store.acquire_locked
 
     def stopped(*args, **kwargs):
         found = acquire(*args, **kwargs)
         signal.raise_signal(signal.SIGINT)  # Deferred until the store lock is released.
         return found
 
-    monkeypatch.setattr(store, "acquire", stopped)
+    monkeypatch.setattr(store, "acquire_locked", stopped)
     _, users, others = interrupted(job, model)
     assert users[:2] == ["interrupted", job.__name__] and users[-1] == "forward"
     ours = [path for path in others if "/storage/" in path or "/graph/" in path or "/embeddings/" in path]

@@ -208,7 +208,7 @@ def counts_finds(group, path, way, drive):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostBackend, "unique_keys_of_bags", counted("ids", HostBackend.unique_keys_of_bags))
         patch.setattr(requests, "keys_of_ranks", counted("asked", requests.keys_of_ranks))
-        patch.setattr(EmbeddingStore, "acquire", counted("rows", EmbeddingStore.acquire))
+        patch.setattr(EmbeddingStore, "acquire_locked", counted("rows", EmbeddingStore.acquire_locked))
         for _ in range(3):
             counts.update(dict.fromkeys(counts, 0))
             graph(*batch) if drive == "call" else list(graph.run([batch]))
