@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from oneemb.kernels import cuda_code
+from oneemb.kernels import cuda_code, cuda_driver
 from oneemb.kernels.cuda_signatures import cases
 from oneemb.kernels.extras import missing
 
@@ -28,7 +28,8 @@ def compile_ahead(
     *,
     report: Callable[[str], object],
 ) -> tuple[int, int]:
-    """Compile every loop that is not in the folder yet, on all cores.
+    """Compile every loop that is not in the folder yet, on all cores; for this machine, also the function that launches
+    loops.
 
     Args:
         folder: where files go; None = the cache of the user.
@@ -43,6 +44,8 @@ def compile_ahead(
     """
     if not cuda_code.compiles():
         raise missing("compiling loops for GPUs", "numba-cuda", "cuda")
+    if folder is None:
+        cuda_driver.compile_launches()
     names = list(cases(every=True))
     jobs = [_Job(name, folder, *form) for name in names for form in forms]
     compiled = 0

@@ -2,16 +2,20 @@
 
 A launch takes its arguments in one buffer, in which they lie as in a C structure; the driver has copied the buffer when
 `launch` returns. Loops run in torch's context of their device (the "primary" one), whatever the context of the calling
-thread: threads of autograd and of users may have none, or that of another GPU, and keep theirs.
+thread: threads of autograd and of users may have none, or that of another GPU, and keep theirs. Loops that are launched
+together are one call of compiled code, without the interpreter lock: a signal handler runs before or after it.
 """
 
 import ctypes
 import functools
+import struct
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from oneemb.kernels.cuda_arguments import Packer, Signature, refiller_of
+from oneemb.kernels.jit import cpu
+from oneemb.kernels.jit_code import call_at, word_at
 
 ARGUMENTS_BYTES_MAX = 4096
 """Bytes of arguments that the driver takes."""
@@ -37,7 +41,6 @@ class DriverError(RuntimeError):
 def _driver() -> ctypes.CDLL:
     """The driver. OSError if there is none."""
     driver = ctypes.CDLL("libcuda.so.1")
-    # cuLaunchKernel has none: a call takes half the time with pointers that are `c_void_p` already.
     driver.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
     return driver
 
@@ -89,17 +92,64 @@ def _capability_of(device: ctypes.c_int) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
+# Words of a launch: handle of its function, blocks, threads of a block in x and y, bytes of arguments, address of the
+# next launch, 0 = none; a place for the context of the calling thread; and the five words of `extra`.
+_LAUNCH = struct.Struct("@6q")
+_FUNCTION, _BLOCKS, _THREADS_X, _THREADS_Y, _BYTES, _NEXT, _BEFORE, _EXTRA = range(8)
+_WORDS = _EXTRA + 5
+
+# Words of a device: its context, and addresses of functions of the driver.
+_CONTEXT, _GET_CURRENT, _SET_CURRENT, _LAUNCH_KERNEL = range(4)
+
+
+@cpu
+def launch_loops(launch: Any, stream: Any, device: Any) -> int:
+    """Launch a loop and those that come next, in the context of the device, and set back the context of the thread.
+
+    Args:
+        launch, device: addresses of words, as above; 0 = no launch.
+        stream: the stream's handle.
+
+    Returns:
+        0, or the code of an error in the lowest 32 bits, and above them the number of loops that were launched before.
+    """
+    if launch == 0:
+        return 0
+    code = call_at(word_at(device, _GET_CURRENT), (launch + 8 * _BEFORE,))
+    if code != 0:
+        return code
+    before, context, done = word_at(launch, _BEFORE), word_at(device, _CONTEXT), 0
+    if before != context:
+        code = call_at(word_at(device, _SET_CURRENT), (context,))
+    while code == 0 and launch != 0:
+        function, blocks = word_at(launch, _FUNCTION), word_at(launch, _BLOCKS)
+        threads_x, threads_y = word_at(launch, _THREADS_X), word_at(launch, _THREADS_Y)
+        # Arguments of cuLaunchKernel: function, grid, block, bytes of shared memory, stream, parameters, extra.
+        code = call_at(
+            word_at(device, _LAUNCH_KERNEL),
+            (function, blocks, 1, 1, threads_x, threads_y, 1, 0, stream, 0, launch + 8 * _EXTRA),
+        )
+        launch = word_at(launch, _NEXT)
+        done += code == 0
+    if before != context:
+        call_at(word_at(device, _SET_CURRENT), (before,))
+    return code | done << 32 if code != 0 else 0
+
+
+def compile_launches() -> None:
+    """Compile `launch_loops`, or load its compiled code."""
+    launch_loops(0, 0, 0)
+
+
 class Arguments:
-    """The buffer of one launch."""
+    """The buffer of one launch, and the launch's words."""
 
     def __init__(self) -> None:
         self.buffer = ctypes.create_string_buffer(ARGUMENTS_BYTES_MAX)
-        self.size = ctypes.c_size_t()
-        self.context = ctypes.c_void_p()
-        self.context_at = ctypes.byref(self.context)
-        address, size_at = ctypes.addressof(self.buffer), ctypes.addressof(self.size)
-        self._extra = (ctypes.c_void_p * 5)(_POINTER, address, _SIZE, size_at, _END)
-        self.extra = ctypes.c_void_p(ctypes.addressof(self._extra))
+        self.words = (ctypes.c_int64 * _WORDS)()
+        self.address = ctypes.addressof(self.words)
+        size_at = self.address + 8 * _BYTES
+        self.words[_EXTRA:] = [_POINTER, ctypes.addressof(self.buffer), _SIZE, size_at, _END]
 
 
 class _FreeArguments(threading.local):
@@ -143,13 +193,14 @@ class Kernel(NamedTuple):
 
 
 class Launched:
-    """A launch of a loop, with the buffer of its arguments. `grid`: number of blocks, threads of a block in x and y."""
+    """A launch of a loop, after others, with the buffer of its arguments. `grid`: number of blocks, threads of a block
+    in x and y."""
 
-    def __init__(self, kernel: Kernel, own: Arguments, grid: tuple[int, int, int]):
+    def __init__(self, kernel: Kernel, own: Arguments, grid: tuple[int, int, int], after: "Sequence[Launched]"):
         self.kernel, self.own, self.grid = kernel, own, grid
-        blocks, threads_x, threads_y = grid
-        self.words = ctypes.c_void_p(kernel.function), blocks, 1, 1, threads_x, threads_y, 1, 0
-        """First arguments of cuLaunchKernel, up to the bytes of shared memory."""
+        _LAUNCH.pack_into(own.words, 0, kernel.function, *grid, kernel.bytes, 0)
+        if after:
+            after[-1].own.words[_NEXT] = own.address
 
 
 class Device:
@@ -162,9 +213,13 @@ class Device:
         _checked(doing, driver.cuDeviceGet(ctypes.byref(device), index))
         # Held for the life of the process, as torch does.
         _checked(doing, driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        assert context.value
         self.context = context.value
         self.capability = _capability_of(device)
-        self._launch, self._current = driver.cuLaunchKernel, driver.cuCtxGetCurrent
+        functions = driver.cuCtxGetCurrent, driver.cuCtxSetCurrent, driver.cuLaunchKernel
+        addresses = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+        self._words = (ctypes.c_int64 * 4)(self.context, *addresses)
+        self._address = ctypes.addressof(self._words)
 
     def load(self, name: str, image: bytes, entry: str) -> int:
         """Handle of the function `entry` of compiled code: a cubin, or PTX, which the driver compiles.
@@ -189,24 +244,14 @@ class Device:
         return function.value
 
     def launch(self, launches: Sequence[Launched], stream: int) -> None:
-        """Launch loops on a stream, given by its handle, one after the other, each with the first `own.size` bytes of
-        its `own.buffer` as arguments.
+        """Launch loops on a stream, given by its handle: the first one, and those that were made after it.
 
         Raises:
-            DriverError: a launch failed, or one before it on this device.
+            DriverError: a launch failed, or one before it on this device. Loops after it are not launched.
         """
-        launch, first, on = self._launch, launches[0].own, ctypes.c_void_p(stream)
-        code = self._current(first.context_at)
-        before, context = first.context.value, self.context
-        if before != context:
-            code = code or _driver().cuCtxSetCurrent(context)
-        for one in launches:
-            code = code or launch(*one.words, on, None, one.own.extra)
-            if code:
-                break
-        if before != context:
-            _driver().cuCtxSetCurrent(before)
-        if code:
+        failed = launch_loops(launches[0].own.address, stream, self._address)
+        if failed:
+            one, code = launches[failed >> 32], failed & 0xFFFFFFFF
             blocks, *threads = one.grid
             raise DriverError(
                 f"cannot launch {one.kernel.name} on {blocks} x {tuple(threads)} threads, or a launch before it has"

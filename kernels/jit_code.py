@@ -244,6 +244,19 @@ def set_word(typingctx: Any, address: Any, index: Any, word: Any) -> Any:
 
 
 @intrinsic
+def call_at(typingctx: Any, address: Any, arguments: Any) -> Any:
+    """Call the C function at an address, with a tuple of integers, and return its result, an int32. Each argument is
+    passed as 64 bits, of which a function that takes fewer reads the lowest."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(64)] * len(arguments))
+        function = builder.inttoptr(args[0], kind.as_pointer())
+        return builder.sext(builder.call(function, cgutils.unpack_tuple(builder, args[1])), ir.IntType(64))
+
+    return types.int64(types.int64, types.UniTuple(types.int64, len(arguments))), codegen
+
+
+@intrinsic
 def prefetch_word(typingctx: Any, address: Any, index: Any) -> Any:
     """Prefetch the word `index` words after an address into the first-level cache."""
 

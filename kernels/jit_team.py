@@ -25,7 +25,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from oneemb.kernels.jit import CpuLoop, cpu, external, written
-from oneemb.kernels.jit_code import set_word, word_at
+from oneemb.kernels.jit_code import call_at, set_word, word_at
 
 # Words of a team.
 _JOBS = 0  # address of the newest job that helpers may join, 0 = none
@@ -135,18 +135,6 @@ def _entry_of(typingctx: Any, loop: Any, arguments: Any) -> Any:
     return types.int64(loop, arguments), codegen
 
 
-@intrinsic
-def _call(typingctx: Any, entry: Any, begin: Any, end: Any, address: Any) -> Any:
-    """Call a C function that `_entry_of` has made."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        i32, i64 = ir.IntType(32), ir.IntType(64)
-        kind = ir.FunctionType(i32, [i64, i64, i64])
-        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:]), i64)
-
-    return types.int64(*[types.int64] * 4), codegen
-
-
 @cpu
 def _take_shares(job: Any) -> None:
     entry, arguments = word_at(job, _ENTRY), word_at(job, _ARGUMENTS)
@@ -155,7 +143,7 @@ def _take_shares(job: Any) -> None:
         i = add_word(job, _NEXT_SHARE, 1)
         if i >= shares:
             return
-        if _call(entry, size * i // shares, size * (i + 1) // shares, arguments) != 0:
+        if call_at(entry, (size * i // shares, size * (i + 1) // shares, arguments)) != 0:
             add_word(job, _FAILED, 1)
 
 

@@ -299,7 +299,7 @@ class Gpu:
         launched: list[Launched] = []
         try:
             for (loop, grid), args_of_loop in zip(loops, args, strict=True):
-                launched.append(self._packed(loop, grid, args_of_loop))
+                launched.append(self._packed(loop, grid, args_of_loop, launched))
             self._driver.launch(launched, self.stream_now())
             if key is not None and self._is_second(key):
                 cuda_driver.arguments.repeated[key] = Repeated(launched)
@@ -307,8 +307,8 @@ class Gpu:
         finally:
             cuda_driver.arguments.free += [one.own for one in launched]
 
-    def _packed(self, loop: CudaLoop, grid: Grid, args: tuple) -> Launched:
-        """A launch of a loop with these arguments, still to be made."""
+    def _packed(self, loop: CudaLoop, grid: Grid, args: tuple, after: Sequence[Launched]) -> Launched:
+        """A launch of a loop with these arguments, after others, still to be made."""
         free = cuda_driver.arguments.free
         own = free.pop() if free else cuda_driver.Arguments()
         try:
@@ -323,8 +323,7 @@ class Gpu:
         except BaseException:
             free.append(own)
             raise
-        own.size.value = kernel.bytes
-        return Launched(kernel, own, grid)
+        return Launched(kernel, own, grid, after)
 
     def _is_second(self, key: Hashable) -> bool:
         """Whether this thread makes a launch with this key for the second time. Nothing is kept of the first one."""

@@ -79,6 +79,12 @@ def test_errors_name_the_loop(counted):
         assert errors[name].startswith("TypeError: cannot launch slots_cuda.release_loop: a loop takes no tensor of")
 
 
+def test_an_error_among_loops_that_are_launched_together_names_its_loop_and_stops_the_rest(counted):
+    for text, launched, context in counted["an error among three"]:
+        assert text.startswith("cannot launch slots_cuda.count_pinned_loop on 1 x (256, 1) threads") and "(700)" in text
+        assert (launched, context) == (2, None)
+
+
 def test_a_driver_that_takes_no_cubin_gets_ptx(counted):
     assert counted["errors"]["code of another driver"] == "" and counted["errors"]["loads"] == 2
 

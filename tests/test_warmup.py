@@ -31,6 +31,7 @@ class Train(oneemb.TrainGraph):
         self.items(ids).sum().backward()
 for _ in Train().run([torch.arange(100)] * 4): pass
 """
+LAUNCHES = "from oneemb.kernels.cuda_driver import compile_launches; compile_launches()"
 
 
 def run(cache, *command):
@@ -55,7 +56,7 @@ def test_a_job_after_warmup_compiles_nothing(tmp_path):
     warmed = run(tmp_path, "-m", "oneemb", "warmup", "--optimizer", "SGD")
     assert "loops compiled in" in warmed.stdout and SAID not in warmed.stderr
     files = compiled_files(tmp_path)
-    for job in (JOB, GRAPH):
+    for job in (JOB, GRAPH, LAUNCHES):
         assert run(tmp_path, "-c", job).stderr == "" and compiled_files(tmp_path) == files
     assert '"loops": 0' in run(tmp_path, "-m", "oneemb", "warmup", "--optimizer", "SGD", "--json").stdout
 

@@ -9,6 +9,7 @@ import torch
 
 from oneemb import optim
 from oneemb.embeddings.embedding import MultiTableEmbedding
+from oneemb.kernels import cuda_driver
 from oneemb.kernels.compile_notice import compile_notice
 from oneemb.options import (
     StoreOptions,
@@ -32,7 +33,8 @@ _IDS, _TABLES = 64, 2
 def compile_loops(
     optimizers: Sequence[str] = OPTIMIZERS, dtypes: Sequence[str] = DTYPES, tell: Callable[[str], object] = str
 ) -> tuple[int, float]:
-    """Compile the loops of the CPU for lookups, pooling, updates, stores and policies.
+    """Compile the loops of the CPU for lookups, pooling, updates, stores and policies, and the function that launches
+    loops of a GPU.
 
     Args:
         optimizers: names of classes of torch.optim or oneemb.optim.
@@ -51,6 +53,7 @@ def compile_loops(
             raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype!r}")
     compile_notice.silent = True
     before, seconds = compile_notice.loops, compile_notice.seconds
+    cuda_driver.compile_launches()
     for dtype in dtypes:
         for name, run in _jobs(getattr(torch, dtype), classes):
             tell(f"{dtype}: {name}")

@@ -3,7 +3,7 @@
 //
 // null_count(name) = calls of a function below; "" = of all.   null_arguments(n) = the bytes of the launch that came n
 // launches before the last one.
-// null_fail(name, code) = the next call of this function returns that error.
+// null_fail(name, code, after) = after so many calls of this function, the next one returns that error.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stddef.h>
@@ -12,7 +12,7 @@
 
 enum { KINDS = 64, BYTES = 4096, LAUNCHES = 16, GPU_COMPUTE_CAPABILITY = 90 };
 
-static struct { const char *name; long calls; int error; } kinds[KINDS];
+static struct { const char *name; long calls; int error, after; } kinds[KINDS];
 static __thread uintptr_t current;  // the calling thread's context
 static struct { char bytes[BYTES]; size_t size; } arguments[LAUNCHES];  // of the last launches, in turn
 static unsigned long launches;
@@ -22,6 +22,7 @@ static int called(const char *name) {
         if (kinds[i].name == NULL) kinds[i].name = name;
         if (strcmp(kinds[i].name, name)) continue;
         kinds[i].calls++;
+        if (kinds[i].after > 0) { kinds[i].after--; return 0; }
         int error = kinds[i].error;
         kinds[i].error = 0;
         return error;
@@ -36,10 +37,10 @@ long null_count(const char *name) {
     return calls;
 }
 
-void null_fail(const char *name, int error) {
+void null_fail(const char *name, int error, int after) {
     called(name);
     for (int i = 0; i < KINDS && kinds[i].name; i++)
-        if (!strcmp(kinds[i].name, name)) kinds[i].calls--, kinds[i].error = error;
+        if (!strcmp(kinds[i].name, name)) kinds[i].calls--, kinds[i].error = error, kinds[i].after = after;
 }
 
 const void *null_arguments(unsigned before, size_t *size) {

@@ -111,9 +111,9 @@ class NullDriver:
         """Calls of a function of the driver, or of all."""
         return self.cuda.null_count(name.encode())
 
-    def fail(self, name, code):
-        """Let the next call of a function return an error."""
-        self.cuda.null_fail(name.encode(), code)
+    def fail(self, name, code, after=0):
+        """Let a function return an error in its next call, or after so many calls."""
+        self.cuda.null_fail(name.encode(), code, after)
 
     def arguments(self, before=0):
         """Bytes of the arguments of the launch that came `before` launches before the last one."""

@@ -16,7 +16,7 @@ from numba.cuda import dispatcher
 import oneemb
 from oneemb.kernels import cuda_driver, jit_cuda
 from oneemb.kernels.cuda_arguments import parameter_bytes, signature_of
-from oneemb.kernels.slots_cuda import release_loop
+from oneemb.kernels.slots_cuda import count_pinned_loop, release_loop
 
 warnings.simplefilter("ignore")
 TABLES, BATCH, DIM = 4, 64, 8
@@ -141,6 +141,7 @@ def main(folder):
     counted["errors"] = errors(driver, gpu)
     counted["threads"] = threads(driver, gpu)
     counted["nested"] = nested(driver, gpu), nested_in_repeat(driver, gpu)
+    counted["an error among three"] = [error_among_three(driver, gpu) for _ in range(3)]
     print(json.dumps(counted))
 
 
@@ -213,6 +214,26 @@ def errors(driver, gpu):
     gaps = torch.zeros(6, dtype=torch.int64)[::2]
     note("gaps", lambda: gpu.run(release_loop, 3, gaps, torch.zeros(2, dtype=torch.int32)))
     note("dtype", lambda: gpu.run(release_loop, 3, gaps.half().contiguous(), torch.zeros(2, dtype=torch.int32)))
+    return found
+
+
+def error_among_three(driver, gpu):
+    """Three loops that are launched together, and the second fails: text of the error, number of launches, whether the
+    thread has its context again. Then they are launched without an error."""
+    pins, count = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    loops = [(release_loop, gpu.grid(3)), (count_pinned_loop, gpu.grid(2)), (release_loop, gpu.grid(3))]
+    args = (torch.arange(3), pins), (pins, 2, count), (torch.arange(3), pins)
+    driver.fail("cuLaunchKernel", 700, after=1)
+    driver.cuda.cuCtxSetCurrent(None)
+    before = driver.count("cuLaunchKernel")
+    try:
+        gpu.run_in_turn(lambda: loops, *args, shapes="three")
+        text = ""
+    except cuda_driver.DriverError as error:
+        text = str(error)
+    found = text, driver.count("cuLaunchKernel") - before, driver.context()
+    driver.cuda.cuCtxSetCurrent(ctypes.c_void_p(gpu.context))
+    gpu.run_in_turn(lambda: loops, *args, shapes="three")
     return found
 
 
