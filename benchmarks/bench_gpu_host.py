@@ -3,8 +3,8 @@
     python benchmarks/bench_gpu_host.py
 
 On a machine without a GPU, on a driver that does nothing (tests/support/null_driver.c), with a batch so small that
-torch's ops, which then run on the CPU, take no longer than they take to be called. `torch` is the time within torch's
-compiled functions, by the profiler; `oneemb` is all other time, launches of loops included; `loops` are these.
+torch's ops, which then run on the CPU, take no longer than they take to be called. `torch` is the time within torch,
+by the profiler; `oneemb` is all other time, launches of loops included; `loops` are these.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from oneemb.kernels import launch
 from oneemb.kernels.jit import CudaLoop
 
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"
+TORCH = os.path.dirname(torch.__file__) + os.sep
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "adam": lambda params: torch.optim.Adam(params, lr=0.1),
@@ -140,7 +141,7 @@ def timed(gpu: launch.Gpu, what: str, call: Callable[[], None], runs: int) -> di
         call()
         times.append(time.perf_counter() - start)
     host_us, loop_us = least(times) * 1e6, microseconds_of_loops(gpu, call)
-    torch_us = microseconds_of_torch(call)
+    torch_us = microseconds_of_torch(call, host_us)
     return {
         "what": what, "host_us": round(host_us), "torch_us": round(torch_us), "oneemb_us": round(host_us - torch_us),
         "loops_us": round(sum(loop_us.values())), **counts,
@@ -173,18 +174,40 @@ def microseconds_of_loops(gpu: launch.Gpu, call: Callable[[], None], runs: int =
     return {name: least(times) * len(times) / runs for name, times in found.items()}
 
 
-def microseconds_of_torch(call: Callable[[], None], runs: int = 100) -> float:
-    """Time of a call within torch's compiled functions, but for those that only read a tensor's address or layout."""
-    found = []
+def microseconds_of_torch(call: Callable[[], None], host_us: float, runs: int = 100) -> float:
+    """Time within torch of a call that takes `host_us`: in torch's Python files, and in its compiled functions but for
+    those that only read a tensor's address or layout.
+
+    The profiler says how much. From the time of each compiled function the profiler's own cost of a call is taken off:
+    the time that it finds in a function that does nothing. Python's instructions take longer under the profiler, so
+    the rest of `host_us` is divided in the proportion of the times in torch's Python files and in all others.
+    """
+    call_us, found = least([microseconds_of_nothing() for _ in range(100)]), []
     for _ in range(runs):
-        profile = cProfile.Profile()
-        profile.runcall(call)
-        stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-        found.append(sum(
-            row[2] for (file, _, name), row in stats.items()
-            if file == "~" and "torch" in name and "data_ptr" not in name and "is_contiguous" not in name
-        ) * 1e6)  # fmt: skip
+        us: dict[tuple[bool, bool], float] = defaultdict(float)  # {(is compiled, is of torch): time}
+        for (file, _, name), (_, calls, seconds, *_) in profiled(call).items():
+            if file == "~":
+                of_torch = "torch" in name and "data_ptr" not in name and "is_contiguous" not in name
+                us[True, of_torch] += seconds * 1e6 - calls * call_us
+            else:
+                us[False, file.startswith(TORCH)] += seconds * 1e6
+        compiled_us, python_us = us[True, True] + us[True, False], us[False, True] + us[False, False]
+        found.append(us[True, True] + (host_us - compiled_us) * us[False, True] / python_us)
     return least(found)
+
+
+def microseconds_of_nothing(calls: int = 100) -> float:
+    """Time that the profiler finds in a call of a compiled function that does nothing."""
+    nothing = [].copy
+    rows = profiled(lambda: [nothing() for _ in range(calls)]).values()
+    return 1e6 * next(row[2] for row in rows if row[1] == calls) / calls
+
+
+def profiled(call: Callable[[], object]) -> dict[tuple[str, int, str], tuple[Any, ...]]:
+    """{(file, "~" for a compiled function; line; name): (_, number of calls, seconds within the function, ...)}"""
+    profile = cProfile.Profile()
+    profile.runcall(call)
+    return pstats.Stats(profile).stats  # type: ignore[attr-defined,no-any-return]
 
 
 if __name__ == "__main__":

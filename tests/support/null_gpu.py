@@ -65,10 +65,10 @@ class NullGpu(Gpu):
         return repeated
 
     def stop_writing(self):
-        """Write no more numbers; they stay zeros, which is enough for known rows. No call of this class is then between
-        a loop and its launch, for those who measure."""
+        """Write no more numbers: counts stay zeros, which is enough for known rows, and other tensors are not
+        initialized. No call of this class is then between a loop and its launch, for those who measure."""
         self.writes = False
-        self._launch, self._repeat = super()._launch, super()._repeat
+        self._launch, self._repeat, self.empty = super()._launch, super()._repeat, super().empty
 
     def _launched(self, loops, args):
         for before, ((loop, _), args_of_loop) in enumerate(zip(reversed(loops), reversed(args), strict=True)):
