@@ -1,4 +1,4 @@
-"""Slots, first values and index cells of a lookup's new keys, on the GPU, in one launch behind `acquire_loop`.
+"""Slots, first values and index cells of a lookup's new keys, on the GPU, launched together with `acquire_loop`.
 
 The host need not know whether there are new keys: `acquire_loop` has counted them in each share of the keys, and a
 block whose share has none ends at once. The r-th new key, in the order of the keys, gets the slot that
@@ -16,33 +16,26 @@ from oneemb.kernels.init_rows_cuda import DeviceInitialRows, begin_row
 from oneemb.kernels.jit import Number, cuda
 from oneemb.kernels.launch import SHARES_MAX, Gpu
 from oneemb.kernels.ranks_cuda import rank_in_block, ranks_of_shares, share_of
+from oneemb.kernels.slots_cuda import acquire_loop
+from oneemb.kernels.unique_keys_cuda import DeviceKeys
 
 
-class DeviceAdmission(NamedTuple):
-    """Arrays of a tier that give slots to the keys of a lookup that have none. S slots, B shares of the keys."""
+class TierArrays(NamedTuple):
+    """Arrays of a tier of S slots, some of which are others when the tier has grown."""
 
-    slot_U: torch.Tensor
-    """int64: -1 for a key without a slot; the loop writes the slots"""
-    count_4: torch.Tensor
-    """int64, as `acquire_loop` has written it"""
-    count_B: torch.Tensor
-    """int32: number of keys without a slot in each share"""
-    free_X: torch.Tensor
-    """int64: the stack of `FreeSlots`"""
-    free_2: torch.Tensor
-    """int64: number of slots on the stack, and number of slots ever used"""
-    next_2: torch.Tensor
-    """int64: the same numbers after the loop, which writes them"""
-    cell_C2: torch.Tensor
-    inserted_2: torch.Tensor
-    """int64: as count_2 of `insert_loop`"""
+    row_SW: torch.Tensor
     table_S: torch.Tensor
     id_S: torch.Tensor
     score_S: torch.Tensor
     pin_S: torch.Tensor
     dirty_S: torch.Tensor
-    score: int
-    """Score of a new row."""
+    free_X: torch.Tensor
+    """int64: the stack of `FreeSlots`"""
+    cell_C2: torch.Tensor
+    inserted_2: torch.Tensor
+    """int64: as count_2 of `insert_loop`"""
+    count_X: torch.Tensor
+    """int32 [SHARES_MAX]: room for the number of keys without a slot in each share"""
 
 
 @cuda
@@ -53,7 +46,11 @@ def admit_loop(
     param_TC4: Array, end_C: Array, state: Array, state_begin: Number,
 ) -> None:  # fmt: skip
     """Give each key without a slot a free one, write the row's first values, and put the key into the index; the slot
-    is then pinned once and dirty. 2 ** lane_bits threads share a row."""
+    is then pinned once and dirty. 2 ** lane_bits threads share a row.
+
+    count_4, count_B: as `acquire_loop` has written them. free_2: number of slots on the stack free_X, and number of
+    slots ever used; next_2: the same numbers after the loop, which writes them. score: of a new row.
+    """
     count_T = cuda.shared.array(BLOCK_MAX, np.int32)
     rank_B = cuda.shared.array(SHARES_MAX, np.int32)
     key_T = cuda.shared.array(BLOCK_MAX, np.int64)
@@ -104,17 +101,49 @@ def admit_loop(
             cuda.syncthreads()
 
 
-def admit_rows_cuda(
-    weight_SX: torch.Tensor, row_SW: torch.Tensor, admission: DeviceAdmission, table_U: torch.Tensor,
-    id_U: torch.Tensor, initial: DeviceInitialRows, state: torch.Tensor, *, state_begin: int, gpu: Gpu,
-) -> None:  # fmt: skip
-    """Admit the keys of a lookup (table_U int32, id_U int64) that have no slot; arguments as of `init_rows_cuda`."""
-    lane_bits = gpu.lane_bits(-(-weight_SX.shape[1] // 4))
-    gpu.run_shares(
-        admit_loop, admission.count_B.shape[0], *admission, lane_bits, weight_SX, row_SW, table_U, id_U, initial.seed,
-        initial.kind_TC, initial.param_TC4, initial.end_C, state, state_begin,
-        shapes=(
-            admission.slot_U.shape, admission.free_X.shape, admission.cell_C2.shape, row_SW.shape, weight_SX.shape,
-            weight_SX.dtype, initial.kind_TC.shape, state.shape,
-        ),
-    )  # fmt: skip
+class Admission:
+    """Lookups in a tier whose new keys get rows without the host. Arguments that are the same for many lookups are put
+    together once.
+
+    Args:
+        arrays: the arrays of the tier as they are now.
+        weight_SX: view of `arrays.row_SW` as bits of weights.
+        initial, state, state_begin: first values of new rows, as for `init_rows_cuda`.
+    """
+
+    def __init__(
+        self, arrays: TierArrays, weight_SX: torch.Tensor, initial: DeviceInitialRows, state: torch.Tensor, *,
+        state_begin: int, gpu: Gpu,
+    ):  # fmt: skip
+        row_SW, table_S, id_S, score_S, pin_S, dirty_S, free_X, cell_C2, inserted_2, _ = arrays
+        self.arrays, self.stream, self._gpu = arrays, gpu.stream_now(), gpu
+        self._slots = cell_C2, inserted_2, table_S, id_S, score_S, pin_S, dirty_S
+        self._values = gpu.lane_bits(-(-weight_SX.shape[1] // 4)), weight_SX, row_SW
+        self._initial = initial.seed, initial.kind_TC, initial.param_TC4, initial.end_C, state, state_begin
+        self._shapes = (
+            admit_loop, free_X.shape, cell_C2.shape, row_SW.shape, weight_SX.shape, weight_SX.dtype,
+            initial.kind_TC.shape, state.shape,
+        )  # fmt: skip
+        self._size, self._count_B = 0, arrays.count_X
+
+    def acquire(
+        self, keys: DeviceKeys, slot_U: torch.Tensor, count_4: torch.Tensor, free_2: torch.Tensor,
+        next_2: torch.Tensor, tick: int, score: int,
+    ) -> None:  # fmt: skip
+        """Write the slots of keys, which are pinned, into slot_U; arguments as of the loops. Launches of a tier must
+        come on the device one after the other. An error that is not the driver's has launched nothing."""
+        gpu, size = self._gpu, slot_U.shape[0]
+        if size != self._size:
+            self._count_B, self._size = gpu.kept(self.arrays.count_X[: gpu.shares(size)[0]]), size
+        count_B = self._count_B
+        table_U, id_U, size_2 = keys.table_U, keys.id_U, keys.size_2
+        cell_C2, inserted_2, _, _, score_S, pin_S, _ = self._slots
+        gpu.run_in_turn(
+            lambda: tuple((loop, gpu.grid_of_shares(count_B.shape[0])) for loop in (acquire_loop, admit_loop)),
+            (cell_C2, table_U, id_U, size_2, pin_S, score_S, 1, tick, slot_U, inserted_2, count_4, count_B),
+            (
+                slot_U, count_4, count_B, self.arrays.free_X, free_2, next_2, *self._slots, score, *self._values,
+                table_U, id_U, *self._initial,
+            ),
+            shapes=(self._shapes, size),
+        )  # fmt: skip

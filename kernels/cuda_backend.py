@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from oneemb.kernels import launch
-from oneemb.kernels.admit_cuda import DeviceAdmission, admit_rows_cuda
+from oneemb.kernels.admit_cuda import Admission, TierArrays
 from oneemb.kernels.arrays import Bags, RowsOfIds, Terms, rows_of_columns
 from oneemb.kernels.backend import BITS, SUM_MAX
 from oneemb.kernels.gather_cuda import gather_cuda
@@ -70,7 +70,8 @@ class CudaBackend:
     # ---- arrays -----------------------------------------------------------------------------------------------------
 
     def array(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view(BITS[tensor.dtype]) if tensor.dtype in BITS else tensor
+        bits = BITS.get(tensor.dtype, tensor.dtype)
+        return tensor if bits is tensor.dtype else tensor.view(bits)
 
     def tensor(self, array: torch.Tensor) -> torch.Tensor:
         return array
@@ -154,14 +155,21 @@ class CudaBackend:
         return DeviceInitialRows(initial, gpu=self.gpu)
 
     def init_rows(
-        self, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_M: torch.Tensor | ListedSlots | DeviceAdmission,
+        self, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_M: torch.Tensor | ListedSlots,
         table_M: torch.Tensor, id_M: torch.Tensor, initial: DeviceInitialRows, state: np.ndarray, *, state_begin: int,
     ) -> None:  # fmt: skip
         state_on_gpu = _state_of(state.tobytes(), self.gpu, self.gpu.stream_now())
-        write: Any = admit_rows_cuda if isinstance(slot_M, DeviceAdmission) else init_rows_cuda
-        write(
+        init_rows_cuda(
             weight_SX, row_SW, slot_M, table_M, id_M, initial, state_on_gpu, state_begin=state_begin, gpu=self.gpu
-        )  # fmt: skip
+        )
+
+    def admission(
+        self, arrays: TierArrays, weight_SX: torch.Tensor, initial: DeviceInitialRows, state: np.ndarray, *,
+        state_begin: int,
+    ) -> Admission:  # fmt: skip
+        """`Admission` of keys to a tier, for calls on the current stream; values of new rows as for `init_rows`."""
+        state_on_gpu = _state_of(state.tobytes(), self.gpu, self.gpu.stream_now())
+        return Admission(arrays, weight_SX, initial, state_on_gpu, state_begin=state_begin, gpu=self.gpu)
 
     def update_rows(
         self, on_host: object, on_cuda: CudaLoop, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_U: torch.Tensor,

@@ -103,9 +103,10 @@ def look_up_cuda(
 def gather_cuda(
     weight_SX: torch.Tensor, slot_U: torch.Tensor, inverse_N: torch.Tensor, out_ND: torch.Tensor, *, gpu: Gpu
 ) -> None:
-    """out_ND[n] = the weights in slot `slot_U[inverse_N[n]]`, zeros where `inverse_N[n]` is -1."""
+    """out_ND[n] = the weights in slot `slot_U[inverse_N[n]]`, zeros where `inverse_N[n]` is -1. out_ND begins where
+    torch has allocated memory."""
     size, dim = out_ND.shape
-    v = vector_width(dim, weight_SX, out_ND)
+    v = vector_width(dim, weight_SX)
     gpu.run_rows(
         gather_loop.at(V=v), size, dim // v, weight_SX, slot_U, inverse_N, out_ND,
         shapes=(weight_SX.shape, weight_SX.dtype, slot_U.shape, inverse_N.shape, inverse_N.dtype, dim),

@@ -4,13 +4,13 @@ CUDA modules are not imported before a tensor or an embedding on a GPU needs the
 """
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+import oneemb.kernels as package
 from oneemb.kernels.arrays import Bags, RowsOfIds, Terms, rows_of_columns
 from oneemb.kernels.backend import BITS, SUM_MAX, Backend
 from oneemb.kernels.gather import copy_into, copy_words_in, gather
@@ -205,12 +205,11 @@ _ONE_THREAD = Threads(1)
 
 def backend_of(tensor: torch.Tensor, threads: Threads = _ONE_THREAD) -> Backend:
     """The backend for the place of a tensor. The host's backend runs on `threads`."""
-    if tensor.is_cuda or "oneemb.kernels.cuda_backend" in sys.modules:
+    cuda_backend = vars(package).get("cuda_backend")  # None = not imported
+    if cuda_backend is None and tensor.is_cuda:
         from oneemb.kernels import cuda_backend
-
-        if (found := cuda_backend.backend_of(tensor)) is not None:
-            return found
-    return HostBackend(threads)
+    found: Backend | None = None if cuda_backend is None else cuda_backend.backend_of(tensor)
+    return HostBackend(threads) if found is None else found
 
 
 def backend_at(device: torch.device, threads: Threads) -> Backend:

@@ -209,7 +209,7 @@ class Gpu:
 
     def read_later(self, tensor: torch.Tensor) -> "Later":
         """The values of a small tensor of one dimension as they are now on the current stream, without a wait."""
-        return Later(self, tensor)
+        return Later(self, tensor.numel(), tensor.dtype).begin(tensor)
 
     def wait(self) -> None:
         """Wait for all work that was launched on the device, on any stream."""
@@ -391,17 +391,20 @@ def _simulate(loop: CudaLoop, blocks: int, threads: tuple[int, int], args: tuple
 
 
 class Later:
-    """Values of a small tensor of one dimension, of a device, on their way to the host."""
+    """Values of a small tensor of one dimension, of a device, on their way to the host. `begin` takes no memory."""
 
-    def __init__(self, gpu: Gpu, tensor: torch.Tensor):
+    def __init__(self, gpu: Gpu, size: int, dtype: torch.dtype):
         self._gpu = gpu
         self._event: torch.cuda.Event | None = None
-        if gpu.device.type != "cuda":
-            self._found = tensor.clone()
-            return
-        self._found = gpu.page_locked(tensor.numel(), tensor.dtype)
+        on_gpu = gpu.device.type == "cuda"
+        self._found = gpu.page_locked(size, dtype) if on_gpu else torch.empty(size, dtype=dtype, device="cpu")
+
+    def begin(self, tensor: torch.Tensor) -> "Later":
+        """Begin to copy the values that the tensor has now on the current stream."""
         self._found.copy_(tensor, non_blocking=True)
-        self._event = torch.cuda.current_stream(gpu.device).record_event()
+        if self._gpu.device.type == "cuda":
+            self._event = torch.cuda.current_stream(self._gpu.device).record_event()
+        return self
 
     @property
     def ready(self) -> bool:

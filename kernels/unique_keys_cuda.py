@@ -162,12 +162,14 @@ class _Scratch:
         self._batches += 1
         return self._batches << _PLACE_BITS
 
-    def arrays(self, size: int, blocks: int) -> tuple[torch.Tensor, ...]:
-        """cell_C, and cell_N, rank_N and count_B for `size` ids."""
+    def for_ids(self, size: int) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Bits of the number of ids of a thread, cell_C, and cell_N, rank_N and count_B, for `size` ids."""
         if size != self._size:
+            blocks, bits = self._gpu.shares(size)
             parts = torch.split(self._number_X[: 2 * size + blocks], [size, size, blocks])
-            self._arrays, self._size = (self._cell_C, *map(self._gpu.kept, parts)), size
-        return self._arrays
+            cell_N, rank_N, count_B = map(self._gpu.kept, parts)
+            self._for_ids, self._size = (bits, self._cell_C, cell_N, rank_N, count_B), size
+        return self._for_ids
 
 
 def _scratch_for(ids: int, gpu: Gpu) -> _Scratch:
@@ -204,12 +206,13 @@ def unique_keys_cuda(
     table_U, narrow_N = gpu.empty(2, size, dtype=torch.int32).unbind()
     size_2 = gpu.filled(2) if size_2 is None else size_2
     if size > 0:
-        scratch, (blocks, bits) = _scratch_for(size, gpu), gpu.shares(size)
-        cell_C, cell_N, rank_N, count_B = scratch.arrays(size, blocks)
+        scratch = _scratch_for(size, gpu)
+        bits, cell_C, cell_N, rank_N, count_B = scratch.for_ids(size)
         padded, batch = padding_id is not None, scratch.next_batch()
         gpu.run_in_turn(
             lambda: (
-                (claim_loop, gpu.grid(size)), (first_loop, gpu.grid_of_shares(blocks)), (collect_loop, gpu.grid(size)),
+                (claim_loop, gpu.grid(size)), (first_loop, gpu.grid_of_shares(count_B.shape[0])),
+                (collect_loop, gpu.grid(size)),
             ),
             (table_N, id_N, tables, padded, padding_id or 0, batch, cell_C, cell_N, size_2),
             (cell_C, cell_N, batch, bits, rank_N, count_B),

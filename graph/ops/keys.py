@@ -25,9 +25,9 @@ _ONE_THREAD = Threads(1)
 _NO_BACKEND = HostBackend(_ONE_THREAD)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # A frozen one takes longer to make.
 class BatchKeys:
-    """The unique keys of a batch of ids, and the shape of the ids."""
+    """The unique keys of a batch of ids, and the shape of the ids. Attributes are not set again."""
 
     shape: torch.Size
     """Shape of the ids; with bags, [B, T] or [P]."""
@@ -84,7 +84,7 @@ def unique_keys(
         unique = backend.unique_keys(table_N, id_N, tables=num_tables, padding_id=padding_idx, check=check)
         return BatchKeys(ids.shape, unique, None, backend)
     shape, offset_P1, table_P, check_bags = bags_of_ids(ids, table_ids, num_tables, key_type, offsets, columns, backend)
-    id_N = backend.array(ids.detach().contiguous())
+    id_N = backend.array(ids.contiguous())
     unique, bags = backend.unique_keys_of_bags(
         id_N, backend.array(offset_P1), None if table_P is None else backend.array(table_P), tables=num_tables,
         columns=columns, padding_id=padding_idx, check=check_bags,
@@ -325,7 +325,8 @@ def tables_and_ids(
     ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, backend: Backend
 ) -> tuple[Array, Array, Callable[[], None] | None]:
     """(table_N, id_N, function that checks the values of `table_ids`, or None) of ids that have passed `check_ids`."""
-    id_N = backend.array(ids.detach().reshape(-1).contiguous())
+    # Integers have no gradient from which to detach them.
+    id_N = backend.array(ids if ids.dim() == 1 and ids.is_contiguous() else ids.reshape(-1).contiguous())
     if table_ids is None:
         return backend.tables_of_columns(id_N.shape[0], num_tables), id_N, None
     looked_up = table_ids if ids.numel() else table_ids.reshape(-1)[:0]

@@ -58,7 +58,7 @@ def read_rows(
     backend, layout, rows = store.backend, store.format, RowsOfIds(weight_SX, slot_U, keys.unique.inverse_N)
     dim = layout.dim
     out = torch.empty(*keys.shape, dim, dtype=DTYPES[layout.dtype], device=backend.device)
-    out_ND = backend.array(out.view(-1, dim))
+    out_ND = backend.array(out if out.dim() == 2 else out.view(-1, dim))
     argmax_PD = None
     if keys.bags is None:
         backend.gather(rows, out_ND)

@@ -8,7 +8,7 @@ those that must: growth, and `erase` and `items`, which say what they found.
 import torch
 
 from oneemb.kernels.hash_index_cuda import erase_loop, find_loop, insert_loop, items_loop, rehash_loop
-from oneemb.kernels.launch import Gpu
+from oneemb.kernels.launch import SHARES_MAX, Gpu
 from oneemb.kernels.slots_cuda import acquire_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
 from oneemb.storage.locking.store_lock import changing
@@ -28,6 +28,8 @@ class DeviceIndex:
         """On the device: number of cells that insertions took for the first time, and number of keys that found no
         cell, which must stay 0. An insertion does not wait for it: the next read of the device passes it to
         `check_inserted`."""
+        self.count_X = gpu.kept(gpu.empty(SHARES_MAX, dtype=torch.int32))
+        """Room for numbers of keys in shares, `count_B` of `acquire_loop`; each lookup writes it anew."""
         self.cell_C2 = self._empty_cells(0)
 
     def __len__(self) -> int:
@@ -51,31 +53,18 @@ class DeviceIndex:
         """Find places that are slots, which are pinned `pins` times more and used now; see `acquire_loop`. Returns the
         slots, int64 [U], -1 for an absent key, cut to as many keys as there are; the number of absent keys; and
         whether tables or offsets are invalid."""
-        slot_U = self._gpu.empty(len(keys.id_U), dtype=torch.int64)
-        count_4, _ = self.launch_find(keys, pin_S, score_S, pins, tick, slot_U)
+        gpu, size = self._gpu, keys.id_U.shape[0]
+        slot_U, count_4, (blocks, _) = gpu.empty(size, dtype=torch.int64), gpu.filled(4), gpu.shares(size)
+        gpu.run_shares(
+            acquire_loop, blocks, self.cell_C2, keys.table_U, keys.id_U, keys.size_2, pin_S, score_S, pins, tick,
+            slot_U, self.inserted_2, count_4, self.count_X[:blocks],
+            shapes=(size, self.cell_C2.shape, pin_S.shape),
+        )  # fmt: skip
         # Bags of no ids have a size_2 that no launch has copied.
-        counts = self._gpu.read(count_4) if len(slot_U) else [0, *self._gpu.read(keys.size_2), 0]
+        counts = gpu.read(count_4) if size else [0, *gpu.read(keys.size_2), 0]
         missed, size, wrong, lost = counts
         self.check_inserted(lost)
         return slot_U[:size], missed, bool(wrong)
-
-    def launch_find(
-        self, keys: DeviceKeys, pin_S: torch.Tensor, score_S: torch.Tensor, pins: int, tick: int, slot_U: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch `acquire_loop`, which fills slot_U. Returns its count_4 and count_B; the next call on the stream
-        writes to the same count_B."""
-        gpu, scratch, count_4 = self._gpu, self._gpu.scratch, self._gpu.filled(4)
-        blocks, _ = gpu.shares(slot_U.shape[0])
-        count_B = scratch.get(("counts of shares", blocks))
-        if count_B is None:
-            with torch.inference_mode(False):
-                count_B = scratch["counts of shares", blocks] = gpu.kept(gpu.empty(blocks, dtype=torch.int32))
-        gpu.run_shares(
-            acquire_loop, blocks, self.cell_C2, keys.table_U, keys.id_U, keys.size_2, pin_S, score_S, pins, tick,
-            slot_U, self.inserted_2, count_4, count_B,
-            shapes=(keys.id_U.shape, self.cell_C2.shape, pin_S.shape),
-        )  # fmt: skip
-        return count_4, count_B
 
     def has_room(self, more: int) -> bool:
         """Whether this many keys beyond those here fit without growth."""

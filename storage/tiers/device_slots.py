@@ -16,7 +16,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 import torch
 
-from oneemb.kernels.admit_cuda import DeviceAdmission
+from oneemb.kernels.admit_cuda import Admission, TierArrays
 from oneemb.kernels.cuda_backend import CudaBackend
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda
 from oneemb.kernels.launch import Gpu, Later
@@ -26,6 +26,7 @@ from oneemb.storage.locking.store_lock import changing
 from oneemb.storage.tiers.device_index import DeviceIndex
 from oneemb.storage.tiers.device_memory import PinnedRows, StreamOrder, enlarge, enlarged
 from oneemb.storage.tiers.free_slots import FreeSlots
+from oneemb.storage.tiers.hot_rows import InitRows
 from oneemb.storage.tiers.memory_tier import HALF_LIFE, MemoryTier
 
 # Evicting sorts the scores, so it makes room for this share of the slots at a time.
@@ -108,6 +109,8 @@ class DeviceSlots(MemoryTier):
     """Values of `_free_2` once the device has done what it was asked for."""
     _ahead_failed: int
     """Number of slots when there was no memory for more than were needed; -1 = there was."""
+    _admission: tuple[InitRows, Admission] | None
+    """`init_rows`, and an `Admission` for it and the arrays of this tier; either may have been replaced since."""
     use_score: float
     """Number that a use counts now, for "lfu": see oneemb.storage.tiers.hot_tier."""
 
@@ -154,7 +157,7 @@ class DeviceSlots(MemoryTier):
         size = keys.id_U.shape[0]
         if not self._resident or keys.check is not None or size == 0:
             return False
-        if not getattr(self.init_rows, "admits_keys", False):
+        if not hasattr(self.init_rows, "admission"):
             return False
         while not (fits := self._has_room(size)) and self._pending:
             self._apply_first()
@@ -173,7 +176,7 @@ class DeviceSlots(MemoryTier):
         memory they wait."""
         more = _LOOKUPS_AHEAD * keys
         slots = self._free.used + self._free.fresh(more)
-        admits_keys = getattr(self.init_rows, "admits_keys", False)
+        admits_keys = hasattr(self.init_rows, "admission")
         if not self._resident or not admits_keys or slots > self.slots or len(self.pin_S) == self._ahead_failed:
             return
         try:
@@ -184,9 +187,9 @@ class DeviceSlots(MemoryTier):
 
     def _admit(self, keys: DeviceKeys) -> torch.Tensor:
         """Pinned slots of keys, `BEYOND` after the last; new ones are initialized and put into the index: see
-        admit_cuda.py. An error has changed nothing."""
-        size, free = keys.id_U.shape[0], self._free
-        slot_U = self._gpu.empty(size, dtype=torch.int64)
+        admit_cuda.py. An error has changed nothing, unless it is one of the driver, after which no call succeeds."""
+        size, free, gpu = keys.id_U.shape[0], self._free, self._gpu
+        slot_U, counts, later = gpu.empty(size, dtype=torch.int64), gpu.filled(4), Later(gpu, 4, torch.int64)
         # While an admission is pending, only the device knows which slots are free; then no call has changed them.
         is_known = True
         for lookup in self._pending:
@@ -195,24 +198,31 @@ class DeviceSlots(MemoryTier):
             self._free_2[:1].fill_(free.returned)
             self._free_2[1:].fill_(free.used)
             self._free_known = free.returned, free.used
-        tick, index = self._next_tick(), self._index
-        counts, count_B = index.launch_find(keys, self.pin_S, self.score_S, 1, tick, slot_U)
+        admission, tick = self._admission_now(), self._next_tick()
         score = self._tick if self.policy == "lru" else int(self.use_score)
-        try:
-            later = self._gpu.read_later(counts)
-            admission = DeviceAdmission(
-                slot_U, counts, count_B, free.stack_X, self._free_2, self._next_2, index.cell_C2, index.inserted_2,
-                self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S, score,
-            )  # fmt: skip
-            self.init_rows(self.row_SW, admission, keys.table_U, keys.id_U)
-        except BaseException:
-            self._release(slot_U)
-            raise
+        admission.acquire(keys, slot_U, counts, self._free_2, self._next_2, tick, score)
         with changing:
+            later.begin(counts)
             self._free_2, self._next_2 = self._next_2, self._free_2
             self._pending.append(_PendingLookup(later, size, True))
             self._begun += 1
         return slot_U
+
+    def _admission_now(self) -> Admission:
+        """`Admission` for the arrays and the first values of rows as they are now, and for the current stream."""
+        init, stack_X, index = self.init_rows, self._free.stack_X, self._index
+        if self._admission is not None:
+            of_init, found = self._admission
+            same = of_init is init and found.arrays.free_X is stack_X and found.arrays.cell_C2 is index.cell_C2
+            if same and found.stream == self._gpu.stream_now():
+                return found
+        arrays = TierArrays(
+            self.row_SW, self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S, stack_X, index.cell_C2,
+            index.inserted_2, index.count_X,
+        )  # fmt: skip
+        found = init.admission(arrays)  # type: ignore[attr-defined]
+        self._admission = init, found
+        return found
 
     def _count_later(self, counts: torch.Tensor) -> None:
         """Count what a lookup that has only read has found, when the numbers have come."""
@@ -226,17 +236,22 @@ class DeviceSlots(MemoryTier):
             self._apply_first()
 
     def _apply_first(self) -> None:
-        missed, size, _, lost = self._pending[0].counts.values()
-        with changing:
-            if self._pending.popleft().admits and missed:
+        lookup = self._pending[0]
+        missed, size, _, lost = lookup.counts.values()
+        if lookup.admits and missed:
+            with changing:
+                self._pending.popleft()
                 self._index.note_inserted(missed)
                 self._free.commit(missed)
                 self._free_known = self._free.returned, self._free.used
                 self._add_known(missed)
                 self._counters.new_rows += missed
+        else:
+            self._pending.popleft()
         self._counters.hits += size - missed
         self._counters.misses += missed
-        self._index.check_inserted(lost)
+        if lost:
+            self._index.check_inserted(lost)
 
     def _grow_old(self, uses: int) -> None:
         """Let uses from here on count more than those before, by the number of rows that have been used."""
@@ -339,6 +354,7 @@ class DeviceSlots(MemoryTier):
                 self._gpu.wait()
 
     def _hold(self, arrays: list[torch.Tensor]) -> None:
+        self._admission = None  # It holds the arrays of before.
         kept = map(self._gpu.kept, arrays)
         self.row_SW, self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S = kept
 
@@ -350,6 +366,7 @@ class DeviceSlots(MemoryTier):
             self._next_2,
             self._index.cell_C2,
             self._index.inserted_2,
+            self._index.count_X,
         ]
 
     def _slot_arrays(self) -> list[torch.Tensor]:
@@ -378,7 +395,7 @@ class DeviceSlots(MemoryTier):
         gpu = self._gpu
         gpu.wait()  # Steps on other streams may be using what is given back.
         self._pending = deque()
-        self._free_known = -1, -1
+        self._free_known, self._admission = (-1, -1), None
         self.row_SW = gpu.empty(0, padded(self.row_width), dtype=torch.float32)
         self._table_S = gpu.empty(0, dtype=torch.int32)
         self._id_S = gpu.empty(0, dtype=torch.int64)

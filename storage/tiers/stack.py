@@ -91,9 +91,6 @@ class NewRows:
     """Function, an `InitRows`, that initializes new rows of one format. `policies` decide which values absent and
     temporary rows have; None = the initial values."""
 
-    admits_keys = True
-    """On a GPU `slot_M` may be an `DeviceAdmission`, so the host need not know which keys are new."""
-
     def __init__(
         self, format: RowFormat, initial: InitialRows, backend: Backend, policies: Sequence[RowPolicy] | None = None
     ):
@@ -117,6 +114,15 @@ class NewRows:
 
     def __call__(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:
         self._write(row_SW, slot_M, table_M, id_M, self._initial)
+
+    def admission(self, arrays: Any) -> Any:
+        """`Admission` of new rows to a tier of a GPU with these `TierArrays`: the host need not know which keys are
+        new."""
+        backend: Any = self.backend
+        return backend.admission(
+            arrays, self.format.weights(arrays.row_SW), self._initial, self.format.new_words,
+            state_begin=self.format.usage_begin,
+        )  # fmt: skip
 
     def absent(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:
         """Write the values of absent rows, for keys without a row; an `InitRows`."""

@@ -26,8 +26,8 @@ W = 5
 class Begin:
     """First values of rows that say which key they are of: the id, and 1000 for each odd one."""
 
-    def __init__(self, backend, admits_keys=True):
-        self.backend, self.admits_keys = backend, admits_keys
+    def __init__(self, backend):
+        self.backend = backend
         initial = InitialRows(
             0, np.array([[BY_ID, CONSTANT]] * 2), np.array([[[1e6, 0, 0, 0], [1000 * t, 0, 0, 0]] for t in range(2)]),
             np.array([1, W]),
@@ -40,13 +40,22 @@ class Begin:
         )  # fmt: skip
 
 
+class BeginThere(Begin):
+    """`Begin` for keys of which the host does not know whether they are new."""
+
+    def admission(self, arrays):
+        return self.backend.admission(
+            arrays, arrays.row_SW, self.initial, np.empty(0, np.float32), state_begin=0
+        )  # fmt: skip
+
+
 class Rows:
     """A resident tier, and batches with repeated ids that are looked up in it."""
 
-    def __init__(self, gpu, *, admits_keys=True, slots=3000, **options):
+    def __init__(self, gpu, *, begin=BeginThere, slots=3000, **options):
         self.backend = CudaBackend(gpu)
         self.tier = DeviceTier(
-            "device", row_width=W, slots=slots, below=None, resident=True, init=Begin(self.backend, admits_keys),
+            "device", row_width=W, slots=slots, below=None, resident=True, init=begin(self.backend),
             backend=self.backend, **options,
         )  # fmt: skip
 
@@ -78,7 +87,7 @@ def late(monkeypatch):
 def test_slots_rows_and_counts_are_those_of_lookups_that_wait(gpu, late, seed, numbers):
     rng = np.random.default_rng(seed)
     late.now = numbers == "late"
-    one, other = Rows(gpu), Rows(gpu, admits_keys=False)
+    one, other = Rows(gpu), Rows(gpu, begin=Begin)
     for rows in (one, other):
         rows.tier.release(rows.acquire([1, 2, 1])[0])  # gets memory
     for turn in range(25):
@@ -157,7 +166,7 @@ def test_a_row_that_cannot_begin_leaves_no_trace_of_its_lookup(gpu):
     rows.acquire(range(10))
 
     class Fails(Begin):
-        def __call__(self, *_):
+        def admission(self, arrays):
             raise RuntimeError("no row")
 
     rows.tier.init_rows, begin = Fails(rows.backend), rows.tier.init_rows
