@@ -190,6 +190,11 @@ class Backend(Protocol):
         """grad_UD float32 [U, D], summed in batch order, and whether all values of a sum are finite: bool [U], or on a
         GPU int64 [1] for all sums together. Beyond the keys that there are, grad_UD holds any numbers."""
 
+    def sum_grads(
+        self, keys: Keys, bags: Bags | None, grad_NX: Array, scale_N: Array | None
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """`sum_segments` of `segments` with these arguments."""
+
     def finite_of(self, grad_UD: Array) -> Array:
         """Whether all values of sums are finite, as `sum_segments` returns it."""
 

@@ -45,7 +45,12 @@ from oneemb.kernels.pool_cuda import (
     scale_grads_cuda,
     spread_max_grads_cuda,
 )
-from oneemb.kernels.reduce_grads_cuda import Segments, reduce_grads_cuda as sum_segments_cuda, segments_of
+from oneemb.kernels.reduce_grads_cuda import (
+    Segments,
+    reduce_grads_cuda as sum_segments_cuda,
+    segments_of,
+    sum_grads_cuda,
+)
 from oneemb.kernels.row_update_cuda import run_row_update_cuda
 from oneemb.kernels.unique_keys_cuda import DeviceKeys, unique_keys_cuda
 
@@ -219,6 +224,12 @@ class CudaBackend:
 
     def sum_segments(self, segments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return sum_segments_cuda(segments, self.go_1, gpu=self.gpu)
+
+    def sum_grads(
+        self, keys: Any, bags: Bags | None, grad_NX: torch.Tensor, scale_N: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        bag_N = None if bags is None else bags.bag_N
+        return sum_grads_cuda(grad_NX, keys.narrow_N, keys.id_U.shape[0], bag_N, scale_N, self.go_1, gpu=self.gpu)
 
     def finite_of(self, grad_UD: torch.Tensor) -> torch.Tensor:
         return torch.isfinite(grad_UD).all().reshape(1).to(torch.int64)

@@ -170,6 +170,11 @@ class HostBackend:
     def sum_segments(self, segments: Any) -> tuple[np.ndarray, np.ndarray]:
         return sum_segments(segments, threads=self.threads)
 
+    def sum_grads(
+        self, keys: Any, bags: Bags | None, grad_NX: np.ndarray, scale_N: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return self.sum_segments(self.segments(keys, bags, grad_NX, scale_N))
+
     def finite_of(self, grad_UD: np.ndarray) -> np.ndarray:
         return self.array(torch.isfinite(self.tensor(grad_UD)).all(1))
 

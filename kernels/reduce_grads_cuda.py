@@ -8,17 +8,17 @@ on the CPU and to the same bits; a key with more is summed in parts of 64, and t
 walks the whole chain of a hot key. Both ways of a sum of k terms are within k * 2^-24 * (sum of |g|) of the exact one.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Array, vector_width
-from oneemb.kernels.jit import Number, cuda, load, rule, store
+from oneemb.kernels.jit import CudaLoop, Number, cuda, load, rule, store
 from oneemb.kernels.jit_code import float_bits
 
 if TYPE_CHECKING:  # row updates of the CPU import this file, and must not load CUDA
-    from oneemb.kernels.launch import Gpu
+    from oneemb.kernels.launch import Gpu, Grid
 
 PART = 64
 """Occurrences of a part."""
@@ -214,6 +214,20 @@ def segments_of(
         bag_N: int64 [N], the row of grad_NX for each id; None = its own.
         scale_N: float32 [N], the factor of each id's row; None = 1.
     """
+    segments, *args = _grouped(grad_NX, inverse_N, keys, bag_N, scale_N, gpu)
+    if segments.order_N.shape[0]:
+        v = vector_width(grad_NX.shape[1], grad_NX)
+        gpu.run_in_turn(
+            lambda: _loops_of(segments, v, gpu), *args, shapes=(begin_loop, inverse_N.dtype, v, segments.shapes)
+        )
+    return segments
+
+
+def _grouped(
+    grad_NX: torch.Tensor, inverse_N: torch.Tensor, keys: int, bag_N: torch.Tensor | None,
+    scale_N: torch.Tensor | None, gpu: "Gpu",
+) -> tuple[Any, ...]:  # fmt: skip
+    """Segments that no loop has written yet, and the arguments of each of `_loops_of`, which write them."""
     # The sort is stable, so that ids of one key stay in batch order; padding, -1, comes first and is in no range.
     sorted_N, order_N = torch.sort(inverse_N, stable=True)
     size, dim = order_N.shape[0], grad_NX.shape[1]
@@ -225,18 +239,35 @@ def segments_of(
     order_N = order_N if bag_N is None else bag_N[order_N]
     segments = Segments(grad_NX, order_N, scale_N, begin_U1, part_U, gpu.empty(parts, dim, dtype=torch.float32))
     begin = sorted_N, begin_U1, part_U, key_P, count_1
-    if parts == 0:
-        gpu.run(begin_loop, size, *begin, shapes=(keys, sorted_N.dtype))
-        return segments
-    v = vector_width(dim, grad_NX)
-    gpu.run_in_turn(
-        lambda: (
-            (begin_loop, gpu.grid(size)),
-            (sum_parts_loop.at(V=v, SCALED=segments.scaled), gpu.grid_of_rows(parts, dim // v)),
-        ),
-        begin, (*segments, key_P, count_1), shapes=(begin_loop, sorted_N.dtype, v, segments.shapes),
-    )  # fmt: skip
-    return segments
+    return (segments, begin) if parts == 0 else (segments, begin, (*segments, key_P, count_1))
+
+
+def _loops_of(segments: Segments, v: int, gpu: "Gpu") -> list[tuple[CudaLoop, "Grid"]]:
+    """Loops that write segments, for `Gpu.run_in_turn`."""
+    loops, (parts, dim) = [(begin_loop, gpu.grid(segments.order_N.shape[0]))], segments.part_PD.shape
+    if parts:
+        loops.append((sum_parts_loop.at(V=v, SCALED=segments.scaled), gpu.grid_of_rows(parts, dim // v)))
+    return loops
+
+
+def sum_grads_cuda(
+    grad_NX: torch.Tensor, inverse_N: torch.Tensor, keys: int, bag_N: torch.Tensor | None = None,
+    scale_N: torch.Tensor | None = None, finite_1: torch.Tensor | None = None, *, gpu: "Gpu",
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Result of `reduce_grads_cuda` for `segments_of`, whose loops are launched together."""
+    segments, *args = _grouped(grad_NX, inverse_N, keys, bag_N, scale_N, gpu)
+    dim = grad_NX.shape[1]
+    grad_UD, v = gpu.empty(keys, dim, dtype=torch.float32), vector_width(dim, grad_NX)
+    finite_1 = gpu.filled(1, 1) if finite_1 is None else finite_1
+    if keys > 0:
+        gpu.run_in_turn(
+            lambda: [
+                *_loops_of(segments, v, gpu),
+                (reduce_loop.at(V=v, SCALED=segments.scaled), gpu.grid_of_rows(keys, dim // v)),
+            ],
+            *args, (*segments, grad_UD, finite_1), shapes=(reduce_loop, inverse_N.dtype, v, segments.shapes),
+        )  # fmt: skip
+    return grad_UD, finite_1
 
 
 def reduce_grads_cuda(

@@ -240,9 +240,7 @@ class Lease:
         keys, backend = self.keys, self.store.backend
         if keys.unique.id_U.shape[0] > grad_NX.shape[0]:  # of bags
             return None
-        return Summed(
-            *backend.sum_segments(backend.segments(keys.unique, keys.bags, backend.array(grad_NX), self.scale_N))
-        )
+        return Summed(*backend.sum_grads(keys.unique, keys.bags, backend.array(grad_NX), self.scale_N))
 
     def reduce(self, grads: Sequence[torch.Tensor | Summed]) -> RowGrads:
         """Group the gradients of the lookup by unique key. The sums are made later, by the update, unless `sum_now` has

@@ -39,19 +39,17 @@ def _owns_memory(grad: torch.Tensor) -> bool:
     concatenated with. torch's reference counts tell; without them the answer is False. They do not count Python
     references to the same object (a hook that keeps it): `Pass.checked` finds changes made through these.
     """
-    if not grad.is_contiguous() or grad.untyped_storage().nbytes() != grad.nbytes:
-        return False
     tensor_uses, storage_uses = getattr(grad, "_use_count", None), getattr(torch._C, "_storage_Use_Count", None)
-    if tensor_uses is None or storage_uses is None:
+    if tensor_uses is None or storage_uses is None or tensor_uses() != 1:
+        return False
+    if not grad.is_contiguous() or grad.untyped_storage().nbytes() != grad.nbytes:
         return False
     # If the gradient is a view, its base and every holder of the base have the memory too.
     base: torch.Tensor | None = grad._base
     views = 0 if base is None else 1
     # One more reference to the storage, and one to the base, belong to the Python objects that this function makes.
     return bool(
-        tensor_uses() == 1
-        and storage_uses(grad.untyped_storage()._cdata) == 2 + views
-        and (base is None or base._use_count() == 2)  # type: ignore[attr-defined]  # torch's stubs lack it
+        storage_uses(grad.untyped_storage()._cdata) == 2 + views and (base is None or base._use_count() == 2)  # type: ignore[attr-defined]  # torch's stubs lack it
     )
 
 
@@ -79,7 +77,8 @@ class _WithGrad(torch.autograd.Function):
                 "backward must run only once through a lookup of an embedding, whose rows are released after the first"
                 " backward pass; pass retain_graph=True to the first pass, or look the ids up again"
             )
-        if torch.is_grad_enabled() and any(of_weights):
+        again = torch.is_grad_enabled()
+        if again and any(of_weights):
             raise RuntimeError(
                 "embedding.weight.grad cannot be differentiated again: leave out create_graph=True, or differentiate"
                 " with respect to the tensor that the lookup returned:"
@@ -88,7 +87,7 @@ class _WithGrad(torch.autograd.Function):
         lease.check_not_replaced()
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.lease = None  # A loss that is kept keeps none of the lookup's arrays.
-        flat = grad.detach().reshape(-1, grad.shape[-1])
+        flat = (grad.detach() if again else grad).reshape(-1, grad.shape[-1])
         row_grads: list[RowGrad | None] = [None] * len(of_weights)
         if any(of_weights):
             # No copy is needed if `reshape` has made one, or if rows are updated within this backward pass. A later
