@@ -101,7 +101,7 @@ def admit_loop(
             cuda.syncthreads()
 
 
-class Admission:
+class DeviceAdmission:
     """Lookups in a tier whose new keys get rows without the host. Arguments that are the same for many lookups are put
     together once.
 

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from oneemb.kernels import launch
-from oneemb.kernels.admit_cuda import Admission, TierArrays
+from oneemb.kernels.admit_cuda import DeviceAdmission, TierArrays
 from oneemb.kernels.arrays import Bags, RowsOfIds, Terms, rows_of_columns
 from oneemb.kernels.backend import BITS, SUM_MAX
 from oneemb.kernels.gather_cuda import gather_cuda
@@ -171,10 +171,10 @@ class CudaBackend:
     def admission(
         self, arrays: TierArrays, weight_SX: torch.Tensor, initial: DeviceInitialRows, state: np.ndarray, *,
         state_begin: int,
-    ) -> Admission:  # fmt: skip
-        """`Admission` of keys to a tier, for calls on the current stream; values of new rows as for `init_rows`."""
+    ) -> DeviceAdmission:  # fmt: skip
+        """`DeviceAdmission` of keys to a tier, for calls on the current stream; values of new rows as for `init_rows`."""
         state_on_gpu = _state_of(state.tobytes(), self.gpu, self.gpu.stream_now())
-        return Admission(arrays, weight_SX, initial, state_on_gpu, state_begin=state_begin, gpu=self.gpu)
+        return DeviceAdmission(arrays, weight_SX, initial, state_on_gpu, state_begin=state_begin, gpu=self.gpu)
 
     def update_rows(
         self, on_host: object, on_cuda: CudaLoop, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_U: torch.Tensor,

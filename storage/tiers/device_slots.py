@@ -16,7 +16,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 import torch
 
-from oneemb.kernels.admit_cuda import Admission, TierArrays
+from oneemb.kernels.admit_cuda import DeviceAdmission, TierArrays
 from oneemb.kernels.cuda_backend import CudaBackend
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda
 from oneemb.kernels.launch import Gpu, Later
@@ -109,8 +109,8 @@ class DeviceSlots(MemoryTier):
     """Values of `_free_2` once the device has done what it was asked for."""
     _ahead_failed: int
     """Number of slots when there was no memory for more than were needed; -1 = there was."""
-    _admission: tuple[InitRows, Admission] | None
-    """`init_rows`, and an `Admission` for it and the arrays of this tier; either may have been replaced since."""
+    _admission: tuple[InitRows, DeviceAdmission] | None
+    """`init_rows`, and an `DeviceAdmission` for it and the arrays of this tier; either may have been replaced since."""
     use_score: float
     """Number that a use counts now, for "lfu": see oneemb.storage.tiers.hot_tier."""
 
@@ -208,8 +208,8 @@ class DeviceSlots(MemoryTier):
             self._begun += 1
         return slot_U
 
-    def _admission_now(self) -> Admission:
-        """`Admission` for the arrays and the first values of rows as they are now, and for the current stream."""
+    def _admission_now(self) -> DeviceAdmission:
+        """`DeviceAdmission` for the arrays and the first values of rows as they are now, and for the current stream."""
         init, stack_X, index = self.init_rows, self._free.stack_X, self._index
         if self._admission is not None:
             of_init, found = self._admission

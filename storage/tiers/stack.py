@@ -116,7 +116,7 @@ class NewRows:
         self._write(row_SW, slot_M, table_M, id_M, self._initial)
 
     def admission(self, arrays: Any) -> Any:
-        """`Admission` of new rows to a tier of a GPU with these `TierArrays`: the host need not know which keys are
+        """`DeviceAdmission` of new rows to a tier of a GPU with these `TierArrays`: the host need not know which keys are
         new."""
         backend: Any = self.backend
         return backend.admission(
