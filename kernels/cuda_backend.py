@@ -172,7 +172,7 @@ class CudaBackend:
         self, arrays: TierArrays, weight_SX: torch.Tensor, initial: DeviceInitialRows, state: np.ndarray, *,
         state_begin: int,
     ) -> DeviceAdmission:  # fmt: skip
-        """`DeviceAdmission` of keys to a tier, for calls on the current stream; values of new rows as for `init_rows`."""
+        """A `DeviceAdmission` for calls on the current stream; values of new rows as for `init_rows`."""
         state_on_gpu = _state_of(state.tobytes(), self.gpu, self.gpu.stream_now())
         return DeviceAdmission(arrays, weight_SX, initial, state_on_gpu, state_begin=state_begin, gpu=self.gpu)
 

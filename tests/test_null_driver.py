@@ -49,7 +49,7 @@ def test_a_lookup_launches_few_loops_and_each_is_one_call_of_the_driver(counted,
 
 
 # Loops that follow each other are launched together.
-@pytest.mark.parametrize(("name", "together"), [("step", 9), ("eval", 2)])
+@pytest.mark.parametrize(("name", "together"), [("step", 7), ("eval", 2)])
 def test_launches_are_four_calls_of_python_and_ask_the_driver_for_the_context_once(counted, name, together):
     found = counted[name]
     assert found["calls of the driver"] - found["launches of the driver"] <= together

@@ -116,8 +116,8 @@ class NewRows:
         self._write(row_SW, slot_M, table_M, id_M, self._initial)
 
     def admission(self, arrays: Any) -> Any:
-        """`DeviceAdmission` of new rows to a tier of a GPU with these `TierArrays`: the host need not know which keys are
-        new."""
+        """A `DeviceAdmission` for a tier of these `TierArrays`: its host need not know which keys are new. Only for the
+        backend of a GPU."""
         backend: Any = self.backend
         return backend.admission(
             arrays, self.format.weights(arrays.row_SW), self._initial, self.format.new_words,
