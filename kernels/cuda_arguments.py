@@ -9,7 +9,8 @@ and a tuple is its members one after the other, arrays or numbers too.
 
 Most of a launch's time goes into reading tensors. So the words of a tensor that lives long are read once, by
 `with_words`, and lie on the tensor. And a launch that repeats an earlier one with other tensors of the same shapes
-writes only their addresses, and the numbers, into the buffer of the earlier one (`refiller_of`).
+writes only their addresses, and the numbers, into the buffer of the earlier one (`refiller_of`); addresses of tensors
+with words, only if one of the words is another.
 """
 
 import functools
@@ -99,6 +100,10 @@ def with_words(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+_ADDRESS_OF_WORDS = 3
+"""Which of a tensor's words is the address."""
+
+
 def have_words(args: Sequence[Any]) -> tuple[bool, ...]:
     """Whether each leaf of the arguments is a tensor with words."""
     found: list[bool] = []
@@ -142,32 +147,51 @@ Refiller = Callable[..., bool]
 
 
 @functools.cache
-def refiller_of(signatures: tuple[Signature, ...]) -> tuple[Refiller, tuple[tuple[str, ...], ...]]:
+def refiller_of(
+    signatures: tuple[Signature, ...], have_words: tuple[tuple[bool, ...], ...]
+) -> tuple[Refiller, tuple[tuple[str, ...], ...]]:
     """Make a function that writes other arguments into buffers that hold arguments of these signatures, one each.
 
+    Args:
+        have_words: for each signature, whether each leaf must be a tensor with words.
+
     Returns:
-        The function (arguments of each, *views), and the formats of the views of each buffer that it takes, in this
-        order. It writes the addresses of arrays, and the numbers. The arrays must have the dtypes and shapes of those
-        in the buffers. It returns False, and has written nothing, if a number has another type than in its signature.
+        The function (arguments of each, known, *views), and the formats of the views of each buffer that it takes, in
+        this order. It writes the addresses of arrays, and the numbers; `known.words` are the words whose addresses are
+        in the buffers, which it sets. The arrays must have the dtypes and shapes of those in the buffers. It returns
+        False, and has written nothing, if a number has another type than in its signature, or a tensor has no words.
     """
     scope: dict[str, Any] = {}
-    targets, checks, lines, views = [], [], [], []
+    targets, checks, lines, views, words, lines_of_words = [], [], [], [], [], []
     for b, signature in enumerate(signatures):
         target, writes = _places(signature, f"a{b}", scope)
         targets.append(target)
         views.append(tuple(sorted({form for _, form, _, _ in writes})))
-        for name, form, at, kinds in writes:
-            lines.append(f"v{b}_{_NAMES[form]}[{at}] = {name}{'' if kinds else '.data_ptr()'}")
+        for (name, form, at, kinds), has_words in zip(writes, have_words[b], strict=True):
+            place = f"v{b}_{_NAMES[form]}[{at}]"
+            if has_words:
+                lines_of_words.append(f"{place} = words[{len(words)}][{_ADDRESS_OF_WORDS}]")
+                words.append(f"{name}.launch_words")
+                continue
+            lines.append(f"{place} = {name}{'' if kinds else '.data_ptr()'}")
             if kinds:
                 checks.append("(" + " or ".join(f"type({name}) is {kind}" for kind in kinds) + ")")
     names = "".join(f", v{b}_{_NAMES[form]}" for b, forms in enumerate(views) for form in forms)
-    body = "\n    ".join(lines)
+    indented, indented_twice = "\n    ", "\n        "
     source = f"""
-def refill(args{names}):
+def refill(args, known{names}):
     ({"".join(f"{target}, " for target in targets)}) = args
+    try:
+        words = {"".join(f"{one}, " for one in words) or "()"}
+    except AttributeError:
+        return False
     if not ({" and ".join(checks) or "True"}):
         return False
-    {body}
+    if words != known.words:
+        known.words = None
+        {indented_twice.join(lines_of_words)}
+        known.words = words
+    {indented.join(lines)}
     return True
 """
     exec(source, scope)

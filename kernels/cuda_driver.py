@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from oneemb.kernels.cuda_arguments import Packer, Signature, refiller_of
+from oneemb.kernels.cuda_arguments import Packer, Signature, have_words, refiller_of
 from oneemb.kernels.jit import cpu
 from oneemb.kernels.jit_code import call_at, word_at
 
@@ -168,11 +168,14 @@ arguments = _FreeArguments()
 class Repeated:
     """Launches that may be made again, one after the other, with other addresses and numbers: each keeps its buffer."""
 
-    def __init__(self, launched: "Sequence[Launched]"):
+    def __init__(self, launched: "Sequence[Launched]", args: Sequence[tuple]):
         self.launched, self.count = launched, len(launched)
         self.is_busy = False
         """Whether a launch is filling the buffers. Another launch of the thread may come in its middle."""
-        self.refill, forms = refiller_of(tuple(one.kernel.signature for one in launched))
+        self.words: tuple[Any, ...] | None = None
+        """Words of tensors whose addresses the buffers have, as `refill` notes them."""
+        signatures = tuple(one.kernel.signature for one in launched)
+        self.refill, forms = refiller_of(signatures, tuple(map(have_words, args)))
         self.views = tuple(
             memoryview(one.own.buffer).cast("B").cast(form)  # type: ignore[call-overload]  # of any format
             for one, forms_of_loop in zip(launched, forms, strict=True)

@@ -276,14 +276,14 @@ class Gpu:
 
     def _repeat(self, key: Hashable, args: Sequence[tuple]) -> bool:
         """Repeat a launch with these arguments of each loop. False = the thread has no launch with this key to repeat,
-        or numbers have other types than there."""
+        or a number has another type than there, or a tensor is not `kept` as there."""
         again = cuda_driver.arguments.repeated.get(key)
         if again is None or again.is_busy:
             return False
         try:
             again.is_busy = True
-            if not again.refill(args, *again.views):
-                return False  # Numbers of other types are for another form of the loop.
+            if not again.refill(args, again, *again.views):
+                return False
             self.launches += again.count
             self._driver.launch(again.launched, self.stream_now())
         finally:
@@ -302,7 +302,7 @@ class Gpu:
                 launched.append(self._packed(loop, grid, args_of_loop, launched))
             self._driver.launch(launched, self.stream_now())
             if key is not None and self._is_second(key):
-                cuda_driver.arguments.repeated[key] = Repeated(launched)
+                cuda_driver.arguments.repeated[key] = Repeated(launched, args)
                 launched = []
         finally:
             cuda_driver.arguments.free += [one.own for one in launched]

@@ -66,6 +66,10 @@ def test_launches_of_shapes_in_turn_are_repeated_and_packed_as_numba_packs_them(
     assert found["packed otherwise"] == [] and found["repeats"] > found["loops"] / 4
 
 
+def test_a_repeated_launch_takes_tensors_that_are_kept_and_others(counted):
+    assert counted["kept in turn"] == {"same": True, "repeats": 5}
+
+
 def test_a_second_process_compiles_nothing(counted, run):
     assert run()["compiled"] == []
 

@@ -20,7 +20,7 @@ static unsigned long launches;
 static int called(const char *name) {
     for (int i = 0; i < KINDS; i++) {
         if (kinds[i].name == NULL) kinds[i].name = name;
-        if (strcmp(kinds[i].name, name)) continue;
+        if (kinds[i].name != name && strcmp(kinds[i].name, name)) continue;
         kinds[i].calls++;
         if (kinds[i].after > 0) { kinds[i].after--; return 0; }
         int error = kinds[i].error;

@@ -141,6 +141,7 @@ def main(folder):
     counted["errors"] = errors(driver, gpu)
     counted["threads"] = threads(driver, gpu)
     counted["nested"] = nested(driver, gpu), nested_in_repeat(driver, gpu)
+    counted["kept in turn"] = kept_in_turn(driver, gpu)
     counted["an error among three"] = [error_among_three(driver, gpu) for _ in range(3)]
     print(json.dumps(counted))
 
@@ -286,6 +287,19 @@ def nested(driver, gpu):
     return same_words(signature, (slots, pins), driver.arguments(), Numba().arguments(signature, (slots, pins)))
 
 
+def kept_in_turn(driver, gpu):
+    """Whether each launch of one key gets its own arguments, where tensors that are kept take turns with others."""
+    pins, same = torch.zeros(7, dtype=torch.int32), []
+    kept, others = [gpu.kept(torch.arange(5)) for _ in range(2)], [torch.arange(5) for _ in range(2)]
+    before = gpu.repeats
+    for slots in [kept[0], *kept, *kept, others[0], kept[1], *others, kept[0]]:
+        gpu.run(release_loop, 5, slots, pins, shapes="kept")
+        signature = signature_of((slots, pins))
+        numbas = Numba().arguments(signature, (slots, pins))
+        same.append(same_words(signature, (slots, pins), driver.arguments(), numbas))
+    return {"same": all(same), "repeats": gpu.repeats - before}
+
+
 def nested_in_repeat(driver, gpu):
     """Whether a launch that comes in the middle of a repeated one, and would repeat the same, leaves the arguments of
     that one."""
@@ -299,8 +313,8 @@ def nested_in_repeat(driver, gpu):
     (again,) = (one for key, one in cuda_driver.arguments.repeated.items() if key[1:] == (release_loop, 5, 7))
     refill, launched = again.refill, []
 
-    def launching(args, *views):
-        filled = refill(args, *views)
+    def launching(args, *more):
+        filled = refill(args, *more)
         launched.append(launch(others))
         return filled
 
