@@ -18,7 +18,7 @@ and operation order of torch.optim.Adam, AdamW and SparseAdam.
 """
 
 import math
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -75,12 +75,15 @@ def update_adam(
     amsgrad: bool = False,
 ) -> tuple[RowLoops, tuple]:
     """One step of Adam, or of AdamW with decoupled_weight_decay. A new row's state is zeros."""
-    # One array, since NumPy takes longer for each scalar that is made by itself.
-    rate, correction, *others = np.array([
-        lr / (1 - beta1**step), (1 - beta2**step) ** 0.5, beta2, 1 - beta2, eps,
-        *decay_scalars(lr, weight_decay, decoupled_weight_decay),
-    ], np.float32)  # fmt: skip
-    return _AMSGRAD if amsgrad else _ADAM, (rate, correction, *lerp_scalars(1 - beta1), *others)
+    rate, correction = np.float32(lr / (1 - beta1**step)), np.float32((1 - beta2**step) ** 0.5)
+    decay = decay_scalars(lr, weight_decay, decoupled_weight_decay)
+    return _AMSGRAD if amsgrad else _ADAM, (rate, correction, *_same_in_each_step(beta1, beta2, eps, *decay))
+
+
+@lru_cache(maxsize=64)
+def _same_in_each_step(beta1: float, beta2: float, eps: float, weight_decay: float, shrink: float) -> tuple:
+    """The scalars of `adam` that do not depend on the number of the step."""
+    return *lerp_scalars(1 - beta1), *map(np.float32, (beta2, 1 - beta2, eps, weight_decay, shrink))
 
 
 def decay_scalars(lr: float, weight_decay: float, decoupled: bool) -> tuple[float, float]:

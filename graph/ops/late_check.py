@@ -1,6 +1,6 @@
 """Checks gradients on the GPU itself. The host reads the result after the step, so no step waits for the check.
 
-    check = late_check_of(steps, grads)       the device looks at the gradients; None = the host has to wait
+    check = late_check_of(steps, ...)         the device looks at the gradients; None = the host has to wait
     ...                                       updates, and torch's fused optimizers, write nothing if one is not finite
     check.resolve(wait=...)                    raises the error, in a later step or in a call that waits
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from oneemb.graph.ops.grads import RowGrads
-from oneemb.graph.row_optimizers import has_own_update
+from oneemb.graph.row_optimizers import RowOptimizer, has_own_update
 from oneemb.kernels.backend import SUM_MAX
 
 Counts = Sequence[tuple[Any, str]]
@@ -55,8 +55,9 @@ class LateCheck:
         _checks.add(self)
 
     def begin(self, grads: Sequence[RowGrads], dense: Sequence[torch.Tensor], counts: Counts) -> None:
-        """Let the device check the gradients of a step, which it then makes or not."""
-        gpu = self.backend.gpu
+        """Let the device check the gradients of a step, which it then makes or not. Raises as `resolve` with
+        wait=False."""
+        gpu, checks = self.backend.gpu, self._loops
         if gpu.device.type == "cuda":
             stream = torch.cuda.current_stream(gpu.device)
             if self._stream is not None and self._stream != stream:
@@ -64,22 +65,20 @@ class LateCheck:
                 self.go_1.record_stream(stream)
             self._stream = stream
         with self._lock:
-            self._begin(grads, [grad for grad in dense if grad.numel()], counts)
-
-    def _begin(self, grads: Sequence[RowGrads], dense: Sequence[torch.Tensor], counts: Counts) -> None:
-        gpu, checks = self.backend.gpu, self._loops
-        for grad in grads:
-            grad.sum_to_check(self.go_1)
-            if (segments := grad.to_sum) is not None:
-                checks.check_segments_cuda(cast(Any, segments), SUM_MAX, self.go_1, gpu=gpu)
-            elif (finite_1 := grad.finite_X) is not self.go_1:
-                checks.check_sums_cuda(finite_1, self.go_1, gpu=gpu)
-            grad.go_1 = self.go_1
-        if dense:
-            checks.check_norm_cuda(torch.nn.utils.get_total_norm(list(dense), torch.inf), self.go_1, gpu=gpu)
-        # The lock of a store holds this object, which must not keep the store.
-        before = [(weakref.ref(one), name, getattr(one, name)) for one, name in counts]
-        self._steps.append(_Step(gpu.read_later(self.go_1), before))
+            self._resolve(False)
+            go_1 = self.go_1
+            for grad in grads:
+                grad.sum_to_check(go_1)
+                if (segments := grad.to_sum) is not None:
+                    checks.check_segments_cuda(cast(Any, segments), SUM_MAX, go_1, gpu=gpu)
+                elif (finite_1 := grad.finite_X) is not go_1:
+                    checks.check_sums_cuda(finite_1, go_1, gpu=gpu)
+                grad.go_1 = go_1
+            if dense := [grad for grad in dense if grad.numel()]:
+                checks.check_norm_cuda(torch.nn.utils.get_total_norm(dense, torch.inf), go_1, gpu=gpu)
+            # The lock of a store holds this object, which must not keep the store.
+            before = [(weakref.ref(one), name, getattr(one, name)) for one, name in counts]
+            self._steps.append(_Step(gpu.read_later(go_1), before))
 
     def _one(self) -> torch.Tensor:
         gpu = self.backend.gpu
@@ -138,34 +137,33 @@ def resolve_all(grads: Iterable[RowGrads]) -> None:
             store.step_lock.late_check.resolve()
 
 
-def late_check_of(steps: Sequence[Any], grads: Sequence[RowGrads], more: Counts = ()) -> LateCheck | None:
+def late_check_of(
+    steps: Sequence[Any], row_optimizers: Sequence[RowOptimizer], grads: Sequence[RowGrads], more: Counts = ()
+) -> LateCheck | None:
     """The check of the stores of a step, which it begins; None = the host has to wait. Earlier steps of these stores
     are checked, as far as the host knows without a wait.
 
     Args:
         steps: optimizers of the step: `RowStep`.
+        row_optimizers: optimizers of its rows.
         more: further counts that the step changes.
 
     Raises:
         NonFiniteGradientError: an earlier step was left out.
     """
     # Plain loops here and below: every step on a GPU runs them, and a generator costs more than its few items.
-    stores: dict[Any, None] = {}
-    for grad in grads:
-        stores.update(dict.fromkeys(grad.stores))
-    trained = [_dense_with_grad(step.optimizer) for step in steps]
-    if not stores or not _may_be_late(steps, grads, trained):
+    backend = grads[0].store.backend
+    dense = _dense_to_check(steps, backend)
+    stores = _stores_to_check(grads, backend)
+    if dense is None or not stores or any(map(has_own_update, row_optimizers)):
         resolve_all(grads)
         return None
-    dense = [cast(torch.Tensor, parameter.grad) for parameters in trained for parameter in parameters]
-    backend = grads[0].store.backend
     first, *others = [store.step_lock.late_check for store in stores]
     if first is None or first.backend is not backend or others.count(first) < len(others):
         resolve_all(grads)
         first = LateCheck(backend)
         for store in stores:
             store.step_lock.late_check = first
-    first.resolve(wait=False)
     counts: list[tuple[Any, str]] = [(store, "step") for store in stores]
     counts += [(step, "taken") for step in steps]
     counts += more
@@ -173,13 +171,40 @@ def late_check_of(steps: Sequence[Any], grads: Sequence[RowGrads], more: Counts 
     return first
 
 
-def _dense_with_grad(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Parameters of an optimizer that have a gradient. The gradients of rows must have left the weights before."""
-    found = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                found.append(parameter)
+def _stores_to_check(grads: Sequence[RowGrads], backend: Any) -> dict[Any, None] | None:
+    """The stores of gradients, as keys; None = the host has to know whether the gradients are finite."""
+    if not backend.waits:
+        return None
+    stores: dict[Any, None] = {}
+    for grad in grads:
+        if grad.store.backend is not backend:
+            return None
+        for store in grad.stores:
+            if store.watchers:
+                return None  # They read the rows that are about to change.
+            stores[store] = None
+    return stores
+
+
+def _dense_to_check(steps: Sequence[Any], backend: Any) -> list[torch.Tensor] | None:
+    """The gradients of dense parameters; None = the host has to know whether they are finite. The gradients of rows
+    must have left the weights before."""
+    found: list[torch.Tensor] = []
+    for step in steps:
+        optimizer, before = step.optimizer, len(found)
+        if step.skip_nonfinite or hasattr(optimizer, "found_inf"):
+            return None
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if (dense := parameter.grad) is None:
+                    continue
+                if type(dense) is not torch.Tensor or dense.is_sparse or dense.device != backend.device:
+                    return None
+                if not _has_state(optimizer, parameter):
+                    return None  # A first step that is left out may leave a state of torch's without initial values.
+                found.append(dense)
+        if len(found) > before and not _asks_device(optimizer):
+            return None  # It would write numbers that are not finite.
     return found
 
 
@@ -196,34 +221,3 @@ def _asks_device(optimizer: Any) -> bool:
     """Whether a torch optimizer takes `found_inf`, a tensor on the device, in all of its groups."""
     all_fused = all(group.get("fused") for group in optimizer.param_groups)
     return all_fused and getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-def _may_be_late(steps: Sequence[Any], grads: Sequence[RowGrads], trained: Sequence[list[torch.Tensor]]) -> bool:
-    """Whether nobody on the host has to know whether the gradients of a step are finite. `trained`: for each optimizer,
-    its parameters that have a gradient."""
-    backend = grads[0].store.backend
-    if not backend.waits:
-        return False
-    for grad in grads:
-        if grad.store.backend is not backend:
-            return False
-        for store in grad.stores:
-            if store.watchers:
-                return False  # They read the rows that are about to change.
-    for step, parameters in zip(steps, trained, strict=True):
-        optimizer = step.optimizer
-        if step.skip_nonfinite or hasattr(optimizer, "found_inf"):
-            return False
-        if parameters and not _asks_device(optimizer):
-            return False  # It would write numbers that are not finite.
-        for parameter in parameters:
-            dense = parameter.grad
-            if type(dense) is not torch.Tensor or dense.is_sparse or dense.device != backend.device:
-                return False
-            if not _has_state(optimizer, parameter):
-                return False  # A first step that is left out may leave a state of torch's without initial values.
-        for grad in grads:
-            rows = step.rows_of(grad.stores[0])
-            if rows is not None and has_own_update(rows[0]):
-                return False
-    return True

@@ -189,18 +189,20 @@ def check_finite(
         StorageError: there is no room for the averages of rows (`oneemb.AveragedEmbedding`); nothing has changed.
     """
     present = list(filter(None, grads))
+    row_optimizers: list[RowOptimizer] = []
     for optimizer in optimizers:
         for grad in present:
             rows = optimizer.rows_of(grad.stores[0])
             if rows is not None:
                 row_optimizer, groups = rows
+                row_optimizers.append(row_optimizer)
                 for group in groups:
                     if group is not None:
                         row_optimizer.check(group)
     if any(grad.store.backend.waits for grad in present):
         if late is None:
             resolve_all(present)
-        elif (check := late_check_of(optimizers, present, late)) is not None:
+        elif (check := late_check_of(optimizers, row_optimizers, present, late)) is not None:
             for optimizer in optimizers:
                 cast(Any, optimizer).begin_late(check)  # of a `RowStep`
             return None
@@ -335,8 +337,11 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
     rows = optimizer.rows_of(grads.stores[0]) if grads is not None else None
     if grads is None or rows is None or not go:
         return
-    store, (row_optimizer, groups_of_tables) = grads.store, rows
-    options = [groups.get(id(group), group) if group and groups else group for group in groups_of_tables]
+    store, (row_optimizer, options) = grads.store, rows
+    if groups:
+        options = [groups.get(id(group), group) if group else group for group in options]
+        for group in filter(None, options):  # `check_finite` has checked the current ones.
+            row_optimizer.check(group)
     for member in grads.stores:
         member.store_lock.check(changes=True)
     if grads.generation != store.generation:  # A hook or another thread has loaded other rows.
@@ -354,7 +359,7 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
                 backend = cast(Any, backend).guarded(grads.go_1, dirty_S)
             weight_SX = layout.weights(row_SW)
             for part, step, group in parts:
-                row_optimizer.update(
+                row_optimizer.run(
                     weight_SX, row_SW, part.slot_U, part.to_sum or part.grad_UD,
                     state_begin=layout.state_begin, group=group, step=step + 1, backend=backend,
                 )  # fmt: skip

@@ -59,9 +59,7 @@ def _unrecorded(step: Callable[..., Any]) -> Any:
             return recorded(optimizer, *args, **kwargs)
         if (building := building_now()) is not None:
             building.check_step(optimizer)
-        result = step(optimizer, *args, **kwargs)
-        note_step(optimizer, row_weights(optimizer.optimizer))
-        return result
+        return step(optimizer, *args, **kwargs)
 
     call.hooked = True  # type: ignore[attr-defined]  # torch wraps no function that has this attribute
     return uncompiled(call)
@@ -222,10 +220,12 @@ class Optimizer(torch.optim.Optimizer):
         weights = row_weights(self.optimizer)
         for _, _, embedding in weights:
             embeddings[embedding] = None
+        late = None if self.row_step.check_in_step else ()
         in_step(
             [embedding.store.step_lock for embedding in embeddings],
-            functools.partial(step_together, [self], late=None if self.check_in_step else (), weights=[weights]),
+            functools.partial(step_together, [self], late=late, weights=[weights]),
         )
+        note_step(self, weights)
         return loss
 
     @uncompiled

@@ -55,15 +55,16 @@ def groups_of_rows(
     Raises:
         ValueError: some tables of an embedding are in no group, and are not frozen.
     """
+    groups: dict[WeightOfRows, tuple[int, ...]] = {}
     of_weights: dict[WeightOfRows, dict[int, int]] = {}
     for g, weight, embedding in row_weights(optimizer) if weights is None else weights:
-        of_weights.setdefault(embedding, {})[id(weight)] = g
-    groups: dict[WeightOfRows, tuple[int, ...]] = {}
+        only, *others = embedding.weights
+        if weight is only and not others:
+            groups[embedding] = (g,)
+        else:
+            of_weights.setdefault(embedding, {})[id(weight)] = g
     for embedding, group_of_weight in of_weights.items():
         weights_of_tables = embedding.weights
-        if len(weights_of_tables) == 1 and (only := id(weights_of_tables[0])) in group_of_weight:
-            groups[embedding] = (group_of_weight[only],)
-            continue
         missing = [
             t
             for t, weight in enumerate(weights_of_tables)
@@ -239,7 +240,8 @@ class RowStep:
             weights = row_weights(self.optimizer)
         found: dict[WeightOfRows, None] = {}
         for _, weight, embedding in weights:
-            if _has_grad(weight):
+            grad = weight.grad
+            if isinstance(grad, ops.RowGrad) and not grad.spent:
                 found[embedding] = None
         groups = groups_of_rows(self.optimizer, weights) if found else {}
         for embedding in found:
@@ -283,7 +285,9 @@ class RowStep:
             store = taken.embedding.store
             store.store_lock.check(changes=True)
             group_T = self._groups[store]
-            of_group.setdefault(group_T[:1] if len(set(group_T)) == 1 else (*group_T, id(store)), []).append(grad)
+            if len(group_T) > 1:
+                group_T = group_T[:1] if len(set(group_T)) == 1 else (*group_T, id(store))
+            of_group.setdefault(group_T, []).append(grad)
         reduced: list[ops.RowGrads] = []
         for group in of_group.values():
             reduced += stats.call("reduce_grads", ops.reduce_grads, group, measure=ops.measure_reduce)

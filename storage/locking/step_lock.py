@@ -159,8 +159,11 @@ def while_held(locks: Iterable[Any], call: Callable[[], T]) -> T:
 
     Interrupts come only between instructions of Python. `extend` takes each lock and records it in one instruction, and
     `deque` releases all locks in one. With an ExitStack an interrupt could leave a lock taken, and a thousand nested
-    `with` blocks overflow Python's stack.
+    `with` blocks overflow Python's stack. A single lock needs nothing of this.
     """
+    if isinstance(locks, list) and len(locks) == 1:
+        with locks[0]:
+            return call()
     held: list[Any] = []
     giving_back = map(_RELEASE, held)
     try:
