@@ -205,12 +205,17 @@ def _options(update: RowUpdate, group: Group) -> dict[str, Any]:
     """The options of a group as `update` takes them. torch allows tensors of one element for some options."""
     options = {}
     for name in update.options:
-        if name in ("beta1", "beta2"):
-            value = group["betas"][name == "beta2"]
+        if name == "beta1":
+            value = group["betas"][0]
+        elif name == "beta2":
+            value = group["betas"][1]
         else:
             value = group[name]
-        options[name] = value if value.__class__ is bool else float(value)
+        options[name] = value if value.__class__ in _PLAIN else float(value)
     return options
+
+
+_PLAIN = float, bool
 
 
 @dataclass(frozen=True)

@@ -68,15 +68,16 @@ def grads_of_leases(passes: Iterable[Pass]) -> list[tuple[Lease, list[torch.Tens
     grads_of: dict[Lease, list[torch.Tensor | Summed]] = {}
     for one in passes:
         grads_of.setdefault(one.lease, []).append(one.checked())
-    if len(grads_of) == 1:
-        return list(grads_of.items())
     return sorted(grads_of.items(), key=lambda item: item[0].order)
 
 
 def reduce_passes(passes: Iterable[Pass], *, shared: bool = False) -> Sequence[RowGrads]:
     """For each lookup, the gradients of its unique keys, still to be summed. If `shared`, the lease keeps the result,
     since the gradients of its other tables need the same."""
-    return [(lease.reduce_once if shared else lease.reduce)(grads) for lease, grads in grads_of_leases(passes)]
+    reduced = []
+    for lease, grads in grads_of_leases(passes):
+        reduced.append(lease.reduce_once(grads) if shared else lease.reduce(grads))
+    return reduced
 
 
 class GradOfRanks(Protocol):

@@ -100,7 +100,7 @@ class RowGrad(torch.Tensor):
         of_passes = reduce_passes(self.passes, shared=self.tables is not None)
         if self.tables is not None:
             of_passes = [grads.of_tables(self.tables) for grads in of_passes]
-        return join_grads([*([] if self.summed is None else [self.summed]), *of_passes])
+        return join_grads(of_passes if self.summed is None else [self.summed, *of_passes])
 
     def row_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The tables, int32 [U], and ids, int64 [U], of the rows that have a gradient."""

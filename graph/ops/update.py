@@ -100,6 +100,8 @@ def reduce_grads(row_grads: Sequence[RowGrad]) -> list[RowGrads]:
 
 def _of_stores(row_grads: Sequence[RowGrad]) -> list[RowGrad]:
     """One gradient for each store. Several gradients of a store belong to different tables, and are joined."""
+    if len(row_grads) == 1:
+        return list(row_grads)
     of_store: dict[EmbeddingStore, list[RowGrad]] = {}
     for row_grad in row_grads:
         of_store.setdefault(row_grad.store, []).append(row_grad)

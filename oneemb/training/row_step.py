@@ -215,17 +215,14 @@ class RowStep:
         """The embeddings whose gradients were taken, as keys."""
         return {taken.embedding: None for taken, _ in self.grads}
 
-    @property
-    def is_hooked(self) -> bool:
-        """Whether the torch optimizer has hooks before its step."""
-        optimizer = self.optimizer
-        return bool(optimizer._optimizer_step_pre_hooks)
-
     def begin_late(self, check: ops.LateCheck) -> None:
         """Let the torch optimizer write nothing where `check` finds a gradient that is not finite, until `end_late`."""
-        if any(parameter.grad is not None for group in self.optimizer.param_groups for parameter in group["params"]):
-            optimizer: Any = self.optimizer
-            optimizer.found_inf, optimizer.grad_scale, self._is_late = check.found_inf(), None, True
+        optimizer: Any = self.optimizer
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    optimizer.found_inf, optimizer.grad_scale, self._is_late = check.found_inf(), None, True
+                    return
 
     def end_late(self) -> None:
         """End the step that `begin_late` has begun."""
@@ -391,7 +388,10 @@ def step_rows(
     try:
         ranks = stats.call("reduce_to_owners", rows_to_owners, weights)
         # Hooks before a step may change gradients.
-        late_counts = None if not ranks.alone or any(step.is_hooked for step in steps) else late
+        late_counts = late if ranks.alone else None
+        for step in steps:
+            if step.optimizer._optimizer_step_pre_hooks:
+                late_counts = None
         if ranks.alone:
             go = ops.may_step(prepare(), steps, scaler)
             if commit is not None:
