@@ -300,21 +300,26 @@ def run_row_update_cuda(
     dirty_S: "torch.Tensor | None" = None,
     gpu: "Gpu",
 ) -> None:
-    """Run an update's loop over all rows of slot_U, with gradients float32 [U, D] or the segments of the U keys. go_1,
-    int64 [1] on the device: 0 = leave the rows as they are; None = go. dirty_S, bool [S]: dirty bits, which the loop
-    sets; None = none."""
+    """Run an update's loop over all rows of slot_U.
+
+    Args:
+        grad: gradients, float32 [U, D], which begin where torch has allocated memory; or the segments of the U keys.
+        go_1: int64 [1] on the device: 0 = leave the rows as they are; None = go.
+        dirty_S: bool [S]: dirty bits, which the loop sets; None = none.
+    """
     dim = grad.shape[1]
     none, no_scale, no_parts, no_dirty = gpu.nothing(dim)
+    # weight_SX and row_SW are views of one slab, so their rows are aligned alike.
+    v = vector_width(dim, weight_SX) if state_begin % 4 == 0 else 1
+    arrays: tuple[torch.Tensor, ...]
     if isinstance(grad, Segments):
-        arrays, how, shapes = grad, sum_segment, grad.shapes
+        v = min(v, vector_width(dim, grad.grad_NX))
+        arrays, shapes, loop = grad, grad.shapes, loop.at(V=v, gradient=sum_segment, SCALED=grad.scaled)
     else:
-        arrays, how = Segments(grad, none, no_scale, none, none, no_parts), given
-        shapes = grad.shape, grad.is_contiguous()
+        arrays, shapes = (grad, none, no_scale, none, none, no_parts), (grad.shape, grad.is_contiguous())
+        loop = loop.at(V=v, gradient=given, SCALED=False)
     go_1 = gpu.filled(1, 1) if go_1 is None else go_1
     dirty_S = no_dirty if dirty_S is None else dirty_S
-    # weight_SX and row_SW are views of one slab, so their rows are aligned alike.
-    v = vector_width(dim, weight_SX, arrays.grad_NX) if state_begin % 4 == 0 else 1
-    loop = loop.at(V=v, gradient=how, SCALED=arrays.scaled)
     gpu.run_rows(
         loop, slot_U.shape[0], dim // v, weight_SX, row_SW, slot_U, *arrays, go_1, dirty_S, state_begin, scalars,
         shapes=(weight_SX.shape, weight_SX.dtype, row_SW.shape, shapes, dirty_S.shape),

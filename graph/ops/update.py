@@ -373,12 +373,13 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
                 for member in grads.stores:
                     member.changes += 1
 
-    store_lock, writing = [], []
+    store_locks, writing = [], []
     for member in grads.stores:
-        store_lock.append(member.store_lock)
+        store_locks.append(member.store_lock)
         writing.append(member.writing)
-    with whole(store_lock):
-        while_held(sorted(writing, key=id), write)
+    writing.sort(key=id)
+    with whole(store_locks):
+        while_held(writing, write)
 
 
 def _by_group(grads: RowGrads, options: Sequence[Group | None]) -> list[tuple[RowGrads, Group]]:
