@@ -390,7 +390,8 @@ def step_rows(
         # Hooks before a step may change gradients.
         late_counts = late if ranks.alone else None
         for step in steps:
-            if step.optimizer._optimizer_step_pre_hooks:
+            optimizer = step.optimizer
+            if optimizer._optimizer_step_pre_hooks:
                 late_counts = None
         if ranks.alone:
             go = ops.may_step(prepare(), steps, scaler)
