@@ -5,6 +5,7 @@ Invariant: an answer concerns the tensors of the call and the calling thread. To
 `torch.compiler.is_exporting`, hold for the whole process: also for threads that train while another thread exports.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -22,6 +23,8 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 hidden_from_modes = torch._C._DisableTorchDispatch
 """Block in which torch's dispatch modes see no op. Selective activation checkpointing is a mode that counts ops; a
 lookup repeated in the backward pass runs other ops than the first lookup, so the mode would mix up their results."""
+SEEN_BY_NO_MODE = contextlib.nullcontext()
+"""Block of a lookup without such modes, which takes less time than to hide it."""
 
 _STAND_INS = {"FakeTensor", "FunctionalTensor"}
 """Names of the classes of tensors without values that exporters use."""
@@ -55,11 +58,12 @@ def _is_traced_before_dispatch() -> bool:
     return any(type(mode).__name__ == "PreDispatchTorchFunctionMode" for mode in modes)
 
 
-def refuse_tracers(embedding: torch.nn.Module, ids: object) -> None:
-    """Raise RuntimeError if torch records or transforms a lookup: a recording would hold the rows as constants."""
+def refuse_tracers(embedding: torch.nn.Module, ids: object) -> bool:
+    """Raise RuntimeError if torch records or transforms a lookup: a recording would hold the rows as constants. Returns
+    whether modes of torch may see ops of the lookup."""
     plain = type(ids) is torch.Tensor and _tracing_state() is None and _transform() is None
     if plain and not _dispatch_modes() and not _function_modes():
-        return  # Most lookups return here. Every lookup pays for the calls above, so they are few.
+        return False  # Most lookups return here. Every lookup pays for the calls above, so they are few.
     if (tracer := tracer_of(ids)) is not None:
         raise RuntimeError(
             f"ids must have values when {_name_of(embedding)} looks them up, got ids without values from {tracer},"
@@ -71,6 +75,7 @@ def refuse_tracers(embedding: torch.nn.Module, ids: object) -> None:
             f"{_name_of(embedding)} must not look ids up inside of a function that torch.func or torch.vmap transforms,"
             " where rows get no gradient and no batch dimension; look ids up outside, and pass the rows to the function"
         )
+    return True
 
 
 def _name_of(embedding: torch.nn.Module) -> str:

@@ -12,7 +12,7 @@ from oneemb.kernels.arrays import Array, vector_width
 from oneemb.kernels.hash_index_cuda import PLACE_MASK, seek
 from oneemb.kernels.init_rows_cuda import ListedSlots
 from oneemb.kernels.jit import cuda, move
-from oneemb.kernels.launch import Gpu
+from oneemb.kernels.launch import Gpu, Loops
 
 if TYPE_CHECKING:
     from oneemb.kernels.unique_keys_cuda import DeviceKeys
@@ -106,11 +106,19 @@ def gather_cuda(
     """out_ND[n] = the weights in slot `slot_U[inverse_N[n]]`, zeros where `inverse_N[n]` is -1. out_ND begins where
     torch has allocated memory."""
     size, dim = out_ND.shape
-    v = vector_width(dim, weight_SX)
-    gpu.run_rows(
-        gather_loop.at(V=v), size, dim // v, weight_SX, slot_U, inverse_N, out_ND,
-        shapes=(weight_SX.shape, weight_SX.dtype, slot_U.shape, inverse_N.shape, inverse_N.dtype, dim),
-    )  # fmt: skip
+
+    def loops() -> Loops:
+        v = vector_width(dim, weight_SX)
+        return ((gather_loop.at(V=v), gpu.grid_of_rows(size, dim // v)),)
+
+    if size > 0:
+        gpu.run_in_turn(
+            loops, (weight_SX, slot_U, inverse_N, out_ND),
+            shapes=(
+                gather_loop, size, dim, weight_SX.shape, weight_SX.dtype, weight_SX.data_ptr() % 16, slot_U.shape,
+                inverse_N.dtype,
+            ),
+        )  # fmt: skip
 
 
 @cuda

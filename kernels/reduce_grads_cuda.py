@@ -216,10 +216,8 @@ def segments_of(
     """
     segments, *args = _grouped(grad_NX, inverse_N, keys, bag_N, scale_N, gpu)
     if segments.order_N.shape[0]:
-        v = vector_width(grad_NX.shape[1], grad_NX)
-        gpu.run_in_turn(
-            lambda: _loops_of(segments, v, gpu), *args, shapes=(begin_loop, inverse_N.dtype, v, segments.shapes)
-        )
+        shapes = begin_loop, inverse_N.dtype, grad_NX.data_ptr() % 16, segments.shapes
+        gpu.run_in_turn(lambda: _loops_of(segments, gpu), *args, shapes=shapes)
     return segments
 
 
@@ -242,11 +240,14 @@ def _grouped(
     return (segments, begin) if parts == 0 else (segments, begin, (*segments, key_P, count_1))
 
 
-def _loops_of(segments: Segments, v: int, gpu: "Gpu") -> list[tuple[CudaLoop, "Grid"]]:
-    """Loops that write segments, for `Gpu.run_in_turn`."""
+def _loops_of(segments: Segments, gpu: "Gpu", keys: int = 0) -> list[tuple[CudaLoop, "Grid"]]:
+    """Loops that write segments, and their sums for so many keys, for `Gpu.run_in_turn`."""
     loops, (parts, dim) = [(begin_loop, gpu.grid(segments.order_N.shape[0]))], segments.part_PD.shape
-    if parts:
+    v = vector_width(dim, segments.grad_NX)
+    if parts > 0:
         loops.append((sum_parts_loop.at(V=v, SCALED=segments.scaled), gpu.grid_of_rows(parts, dim // v)))
+    if keys > 0:
+        loops.append((reduce_loop.at(V=v, SCALED=segments.scaled), gpu.grid_of_rows(keys, dim // v)))
     return loops
 
 
@@ -256,17 +257,12 @@ def sum_grads_cuda(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Result of `reduce_grads_cuda` for `segments_of`, whose loops are launched together."""
     segments, *args = _grouped(grad_NX, inverse_N, keys, bag_N, scale_N, gpu)
-    dim = grad_NX.shape[1]
-    grad_UD, v = gpu.empty(keys, dim, dtype=torch.float32), vector_width(dim, grad_NX)
+    grad_UD = gpu.empty(keys, grad_NX.shape[1], dtype=torch.float32)
     finite_1 = gpu.filled(1, 1) if finite_1 is None else finite_1
     if keys > 0:
-        gpu.run_in_turn(
-            lambda: [
-                *_loops_of(segments, v, gpu),
-                (reduce_loop.at(V=v, SCALED=segments.scaled), gpu.grid_of_rows(keys, dim // v)),
-            ],
-            *args, (*segments, grad_UD, finite_1), shapes=(reduce_loop, inverse_N.dtype, v, segments.shapes),
-        )  # fmt: skip
+        shapes = reduce_loop, inverse_N.dtype, grad_NX.data_ptr() % 16, segments.shapes
+        args.append((*segments, grad_UD, finite_1))
+        gpu.run_in_turn(lambda: _loops_of(segments, gpu, keys), *args, shapes=shapes)
     return grad_UD, finite_1
 
 

@@ -154,22 +154,19 @@ class _Scratch:
         self._cell_C = gpu.kept(gpu.full(2 * ids + 1, value=0, dtype=torch.int64))
         self._number_X = gpu.empty(2 * ids + SHARES_MAX, dtype=torch.int32)
 
-    def next_batch(self) -> int:
-        """Number of the next batch, in the upper bits."""
+    def next_batch(self, size: int) -> tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For the next batch, of `size` ids: its number, in the upper bits; bits of the number of ids of a thread;
+        cell_C, and cell_N, rank_N and count_B."""
         if self._batches == _BATCHES_MAX:
             self._batches = 0
             self._cell_C.zero_()
         self._batches += 1
-        return self._batches << _PLACE_BITS
-
-    def for_ids(self, size: int) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Bits of the number of ids of a thread, cell_C, and cell_N, rank_N and count_B, for `size` ids."""
         if size != self._size:
             blocks, bits = self._gpu.shares(size)
             parts = torch.split(self._number_X[: 2 * size + blocks], [size, size, blocks])
             cell_N, rank_N, count_B = map(self._gpu.kept, parts)
-            self._for_ids, self._size = (bits, self._cell_C, cell_N, rank_N, count_B), size
-        return self._for_ids
+            self._of_size, self._size = (bits, self._cell_C, cell_N, rank_N, count_B), size
+        return self._batches << _PLACE_BITS, *self._of_size
 
 
 def _scratch_for(ids: int, gpu: Gpu) -> _Scratch:
@@ -207,8 +204,8 @@ def unique_keys_cuda(
     size_2 = gpu.filled(2) if size_2 is None else size_2
     if size > 0:
         scratch = _scratch_for(size, gpu)
-        bits, cell_C, cell_N, rank_N, count_B = scratch.for_ids(size)
-        padded, batch = padding_id is not None, scratch.next_batch()
+        batch, bits, cell_C, cell_N, rank_N, count_B = scratch.next_batch(size)
+        padded = padding_id is not None
         gpu.run_in_turn(
             lambda: (
                 (claim_loop, gpu.grid(size)), (first_loop, gpu.grid_of_shares(count_B.shape[0])),

@@ -185,10 +185,13 @@ class Lease:
         """Whether the rows that were looked up can still be read."""
         return self._replaced == self.store.replaced and (self.slot_U is None or self.is_pinned)
 
-    def pool_by(self, keys: BatchKeys, per_sample_weights: torch.Tensor | None, pooling: str) -> None:
-        """Set how `read` pools bags, with arguments as for `gather`. `keys`: the keys of the lookup, perhaps merged."""
+    def pool_by(
+        self, per_sample_weights: torch.Tensor | None, pooling: str, keys: BatchKeys | None = None
+    ) -> None:  # fmt: skip
+        """Set how `read` pools bags, with arguments as for `gather`. `keys`: merged keys of the lookup; None = its
+        own."""
         sums = per_sample_weights is None and pooling == "sum"
-        self.scale_N = None if sums else scales_of(keys, per_sample_weights, pooling, self.store)
+        self.scale_N = None if sums else scales_of(keys or self.keys, per_sample_weights, pooling, self.store)
         self.pooling = pooling
 
     def pin(self, prefetched: Prefetched | None = None, *, again: bool = False) -> None:
@@ -437,7 +440,7 @@ def gather(lease: Lease, per_sample_weights: torch.Tensor | None = None, pooling
         TypeError, ValueError: `per_sample_weights` is not as above, or is given without bags or with a pooling other
             than "sum".
     """
-    lease.pool_by(lease.keys, per_sample_weights, pooling)
+    lease.pool_by(per_sample_weights, pooling)
     return lease.read()
 
 

@@ -407,7 +407,7 @@ def gather_merged(
     found: dict[int, Lease] = {}
     for p, per_sample_weights, pooling in read:
         if (lease := reserved.leases[p]) is not None:
-            lease.pool_by(reserved.rows.keys.parts[p].keys, per_sample_weights, pooling)
+            lease.pool_by(per_sample_weights, pooling, reserved.rows.keys.parts[p].keys)
             found[p] = lease
     rows = dict(zip(found, _read(reserved.rows, list(found), list(found.values())), strict=True)) if found else {}
     return tuple(rows.get(p) for p, _, _ in read)

@@ -38,7 +38,7 @@ from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in
 from oneemb.graph.ops.keys import BagArguments, bags_of, columns_of, one_table, pooling_of
 from oneemb.graph.ranks import ranks_of
-from oneemb.graph.tracers import hidden_from_modes, refuse_tracers, uncompiled
+from oneemb.graph.tracers import SEEN_BY_NO_MODE, hidden_from_modes, refuse_tracers, uncompiled
 from oneemb.kernels.threads import Threads
 from oneemb.options import Initializer, StoreOptions, TableOptions, make_device_mem_store_options
 from oneemb.storage.embedding_store import EmbeddingStore
@@ -219,7 +219,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
             StoreFullError: the rows of the step do not fit in the cache, or the store's capacity is reached; no id was
                 inserted.
         """
-        refuse_tracers(self, ids)
+        is_seen = refuse_tracers(self, ids)
         scaled = isinstance(per_sample_weights, torch.Tensor) and per_sample_weights.requires_grad
         is_trained = torch.is_grad_enabled() and self.is_trained
         has_gradient = is_trained or scaled and torch.is_grad_enabled()
@@ -243,7 +243,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
             raise
         tables_C = None if columns is None else columns_of(columns)
         lookup = Lookup(ids, table_ids, offsets, tables_C, per_sample_weights, pools)
-        with hidden_from_modes():
+        with hidden_from_modes() if is_seen else SEEN_BY_NO_MODE:
             building = building_now()
             if building is None:
                 watched = self.rows_before_growth() if self.training and not has_gradient and self.store.step else None
@@ -262,8 +262,8 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         Args:
             ids, table_ids: as for `forward`.
         """
-        refuse_tracers(self, ids)
-        with hidden_from_modes():
+        is_seen = refuse_tracers(self, ids)
+        with hidden_from_modes() if is_seen else SEEN_BY_NO_MODE:
             tables = one_table(table_ids, self.num_tables, ids, self._one_table)
             return self.lookups.look_up(self, Lookup(ids, tables), False, False)
 

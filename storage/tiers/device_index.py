@@ -30,7 +30,7 @@ class DeviceIndex:
         `check_inserted`."""
         self.count_X = gpu.kept(gpu.empty(SHARES_MAX, dtype=torch.int32))
         """Room for numbers of keys in shares, `count_B` of `acquire_loop`; each lookup writes it anew."""
-        self.cell_C2 = self._empty_cells(0)
+        self._hold(self._empty_cells(0))
 
     def __len__(self) -> int:
         return self._size
@@ -68,7 +68,7 @@ class DeviceIndex:
 
     def has_room(self, more: int) -> bool:
         """Whether this many keys beyond those here fit without growth."""
-        return self._taken + more <= int(self.cell_C2.shape[0] * _LOAD_MAX)
+        return self._taken + more <= self._taken_max
 
     def note_inserted(self, size: int) -> None:
         """Count keys that a loop has put into the cells."""
@@ -107,7 +107,7 @@ class DeviceIndex:
         count_2 = self._gpu.full(2, value=0, dtype=torch.int64)
         self._gpu.run(rehash_loop, len(self.cell_C2), self.cell_C2, cells, count_2)
         self.check_inserted(self._gpu.read(count_2)[1])
-        self.cell_C2 = cells
+        self._hold(cells)
         self._taken = self._size
 
     def check_inserted(self, lost: int) -> None:
@@ -117,9 +117,12 @@ class DeviceIndex:
 
     def clear(self) -> None:
         """Forget every key."""
-        self.cell_C2 = self._empty_cells(0)
+        self._hold(self._empty_cells(0))
         self._size = self._taken = 0
         self.inserted_2.zero_()
+
+    def _hold(self, cells: torch.Tensor) -> None:
+        self.cell_C2, self._taken_max = cells, int(cells.shape[0] * _LOAD_MAX)
 
     def _empty_cells(self, keys: int) -> torch.Tensor:
         cells = max(_CELLS_MIN, int(keys / _LOAD_MAX) + 2)

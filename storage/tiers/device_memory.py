@@ -87,6 +87,8 @@ class StreamOrder:
         self._on_gpu = gpu.device.type == "cuda"
         self._several = False
         """Whether calls have come on several streams."""
+        self._only: int | None = None if self._on_gpu else gpu.stream_now()
+        """Handle of the stream of all calls so far; None = there is no call yet, or there are several streams."""
         self._end: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
         self._released: dict[torch.cuda.Stream, torch.cuda.Event] = {}
@@ -97,11 +99,11 @@ class StreamOrder:
         if self._several:
             return False
         if self._stream is None or self._stream == stream:
-            self._stream = stream
+            self._stream, self._only = stream, stream.cuda_stream
             return True
         # In this order, since a thread may release slots on the first stream meanwhile, without a lock: its release
         # comes before this mark, or the thread makes a later one.
-        self._several = True
+        self._several, self._only = True, None
         self._end = self._stream.record_event()
         self._released.setdefault(self._stream, self._end)
         return False
@@ -114,7 +116,8 @@ class StreamOrder:
     def alone(self) -> bool:
         """Note a call on the current stream. Returns whether all calls so far were on this stream, so that the launches
         are in order already."""
-        return not self._on_gpu or self._alone(torch.cuda.current_stream(self._gpu.device))
+        # Handles are quicker to get than streams.
+        return self._gpu.stream_now() == self._only or self._alone(torch.cuda.current_stream(self._gpu.device))
 
     @contextlib.contextmanager
     def _ordered(self, stream: torch.cuda.Stream, arrays: Callable[[], list[torch.Tensor]]) -> Iterator[None]:
@@ -129,15 +132,15 @@ class StreamOrder:
 
     def released(self, slot_U: torch.Tensor) -> None:
         """Record that these slots were released on the current stream, which need not be the stream of `slot_U`."""
-        if self._on_gpu:
+        if not self.alone():
             stream = torch.cuda.current_stream(self._gpu.device)
-            if not self._alone(stream):
-                slot_U.record_stream(stream)
-                self._released[stream] = stream.record_event()
+            slot_U.record_stream(stream)
+            self._released[stream] = stream.record_event()
 
     def after_releases(self) -> None:
         """Let later launches run after all releases so far, and so after the writes of the steps that released."""
-        if self._on_gpu and not self._alone(stream := torch.cuda.current_stream(self._gpu.device)):
+        if not self.alone():
+            stream = torch.cuda.current_stream(self._gpu.device)
             for event in list(self._released.values()):  # A copy, since other threads may release at the same time.
                 stream.wait_event(event)
 

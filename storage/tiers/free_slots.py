@@ -36,65 +36,61 @@ class FreeSlots:
         self._arange, self._empty = arange, empty
         self.stack_X: Array = empty(0)
         """The stack, int64: the first `returned` entries are free slots, the other entries are unused."""
-        self._top = 0
+        self.returned = 0
+        """Number of slots on the stack."""
         self.used = 0
         """Number of slots that have ever been taken. Slot `used` and all after it are new."""
 
     @property
-    def returned(self) -> int:
-        """Number of slots on the stack."""
-        return self._top
-
-    @property
     def returned_N(self) -> Array:
         """The slots on the stack: int64, a view that is valid until the next call."""
-        return self.stack_X[: self._top]
+        return self.stack_X[: self.returned]
 
     def left(self, slots: int) -> int:
         """Number of free slots in a slab of `slots` slots."""
-        return slots - self.used + self._top
+        return slots - self.used + self.returned
 
     def fresh(self, size: int) -> int:
         """Number of new slots among the next `size` free ones; a new slot has never been taken."""
-        return max(0, size - self._top)
+        return max(0, size - self.returned)
 
     def reserve(self, size: int, slots: int) -> Array:
         """The next `size` free slots of a slab of `slots`, int64: first slots on the stack, then new ones. All stay
         free until `commit`. A memory error has changed nothing."""
         if size > self.left(slots):
             raise AssertionError(
-                f"at least {size} slots must be free, {self.left(slots)} of {slots} are ({self._top} of them were given"
-                " back): slots were lost"
+                f"at least {size} slots must be free, {self.left(slots)} of {slots} are ({self.returned} of them were"
+                " given back): slots were lost"
             )
         fresh = self.fresh(size)
         self.make_stack(self.used + fresh)
         slot_N = self._arange(size)
         slot_N += self.used - (size - fresh)
-        slot_N[: size - fresh] = self.stack_X[self._top - (size - fresh) : self._top]
+        slot_N[: size - fresh] = self.stack_X[self.returned - (size - fresh) : self.returned]
         return slot_N
 
     def make_stack(self, need: int) -> None:
         """Make room on the stack for `need` slots or more."""
         if need > len(self.stack_X):
             grown_X = self._empty(max(need, 2 * len(self.stack_X), _STACK_MIN))
-            grown_X[: self._top] = self.stack_X[: self._top]
+            grown_X[: self.returned] = self.stack_X[: self.returned]
             self.stack_X = grown_X
 
     def commit(self, size: int) -> None:
         """Take the slots that the last `reserve` returned; `size` is their number."""
         fresh = self.fresh(size)
         self.used += fresh
-        self._top -= size - fresh
+        self.returned -= size - fresh
 
     def give_back(self, slot_N: Array) -> None:
         """Put taken slots onto the stack, which frees them."""
-        top = self._top + len(slot_N)
-        self.stack_X[self._top : top] = slot_N
-        self._top = top
+        top = self.returned + len(slot_N)
+        self.stack_X[self.returned : top] = slot_N
+        self.returned = top
 
     def clear(self) -> None:
         """Free all slots; all are new again."""
-        self._top = self.used = 0
+        self.returned = self.used = 0
 
     def problems(self, name: str, taken_N: np.ndarray, returned_N: np.ndarray, temporary: int) -> list[str]:
         """One text for each fault: slots that were lost, slots with several rows. Empty if there is none.

@@ -13,7 +13,7 @@ from tests.support.row_store_suite import DictStore, keys_of
 
 class Stream:
     def __init__(self, name, noted):
-        self.name, self.noted = name, noted
+        self.name, self.noted, self.cuda_stream = name, noted, id(self)
 
     def record_event(self):
         self.noted.append(f"{self.name} marks")
@@ -21,6 +21,13 @@ class Stream:
 
     def wait_event(self, event):
         self.noted.append(f"{self.name} waits for {event}")
+
+
+class Gpu:
+    device = torch.device("cuda")
+
+    def stream_now(self):
+        return torch.cuda.current_stream(self.device).cuda_stream
 
 
 class Array:
@@ -45,7 +52,7 @@ def on(monkeypatch):
 
 
 def test_a_call_on_another_stream_comes_after_the_one_before_and_keeps_its_memory(on):
-    order = StreamOrder(SimpleNamespace(device=torch.device("cuda")))
+    order = StreamOrder(Gpu())
     arrays = [Array(on.noted)]
     for name in ("compute", "compute", "ahead", "compute"):
         on(name)
@@ -59,7 +66,7 @@ def test_a_call_on_another_stream_comes_after_the_one_before_and_keeps_its_memor
 
 
 def test_a_call_that_fails_is_waited_for_too(on):
-    order = StreamOrder(SimpleNamespace(device=torch.device("cuda")))
+    order = StreamOrder(Gpu())
     on("ahead")
     with pytest.raises(KeyError), order(list):
         raise KeyError
@@ -70,7 +77,7 @@ def test_a_call_that_fails_is_waited_for_too(on):
 
 
 def test_evictions_come_after_the_releases_before_them(on):
-    order = StreamOrder(SimpleNamespace(device=torch.device("cuda")))
+    order = StreamOrder(Gpu())
     on("ahead")
     order.after_releases()
     assert on.noted == []
@@ -85,7 +92,7 @@ def test_evictions_come_after_the_releases_before_them(on):
 
 
 def test_releases_on_the_first_stream_are_waited_for_though_nobody_marked_them(on):
-    order = StreamOrder(SimpleNamespace(device=torch.device("cuda")))
+    order = StreamOrder(Gpu())
     on("compute")
     order.released(Array(on.noted))
     assert on.noted == []
@@ -95,7 +102,7 @@ def test_releases_on_the_first_stream_are_waited_for_though_nobody_marked_them(o
 
 
 def test_a_release_on_one_stream_hides_none_on_another(on):
-    order = StreamOrder(SimpleNamespace(device=torch.device("cuda")))
+    order = StreamOrder(Gpu())
     for name in ("compute", "ahead", "compute"):
         on(name)
         order.released(Array(on.noted))
@@ -106,7 +113,7 @@ def test_a_release_on_one_stream_hides_none_on_another(on):
 
 
 def test_without_a_gpu_nothing_is_asked_of_streams(on):
-    order = StreamOrder(SimpleNamespace(device=torch.device("cpu")))
+    order = StreamOrder(SimpleNamespace(device=torch.device("cpu"), stream_now=int))
     on("compute")
     with order(list):
         order.released(Array(on.noted))
