@@ -84,7 +84,7 @@ def unique_keys(
         unique = backend.unique_keys(table_N, id_N, tables=num_tables, padding_id=padding_idx, check=check)
         return BatchKeys(ids.shape, unique, None, backend)
     shape, offset_P1, table_P, check_bags = bags_of_ids(ids, table_ids, num_tables, key_type, offsets, columns, backend)
-    id_N = backend.array(ids.contiguous())
+    id_N = backend.array(ids.detach().contiguous())
     unique, bags = backend.unique_keys_of_bags(
         id_N, backend.array(offset_P1), None if table_P is None else backend.array(table_P), tables=num_tables,
         columns=columns, padding_id=padding_idx, check=check_bags,

@@ -84,10 +84,9 @@ class StreamOrder:
 
     def __init__(self, gpu: Gpu):
         self._gpu = gpu
-        self._on_gpu = gpu.device.type == "cuda"
         self._several = False
         """Whether calls have come on several streams."""
-        self._only: int | None = None if self._on_gpu else gpu.stream_now()
+        self._only: int | None = None if gpu.device.type == "cuda" else gpu.stream_now()
         """Handle of the stream of all calls so far; None = there is no call yet, or there are several streams."""
         self._end: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None

@@ -145,14 +145,17 @@ def test_slots_that_are_released_on_another_stream_are_not_overwritten_before(ma
 @pytest.mark.skipif(not SIMULATED, reason="a GPU says so by the test above")
 def test_the_array_of_released_slots_is_kept_for_the_stream_that_reads_it(make, gpu, monkeypatch):
     class Stream:
+        def __init__(self, handle):
+            self.cuda_stream = handle
+
         def record_event(self):
             return "event"
 
         def wait_event(self, event):
             pass
 
-    tier, first, stream, noted = make(), Stream(), Stream(), []
-    monkeypatch.setattr(tier._order, "_on_gpu", True)
+    tier, first, stream, noted = make(), Stream(1), Stream(2), []
+    monkeypatch.setattr(gpu, "stream_now", lambda: torch.cuda.current_stream(None).cuda_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: first)
     slot_U = acquire(tier, gpu, 0, 3)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
