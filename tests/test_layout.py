@@ -431,7 +431,6 @@ REACHED_INTO = {
     "tests/cuda/test_device_tier.py": {"_enlarged", "_index"},
     "tests/cuda/test_launches.py": {"_compute_prepared", "_prepare"},
     "tests/cuda/test_prefetched_rows.py": {"_release_in_order"},
-    "tests/cuda/test_tier_on_streams.py": {"_order"},
     "tests/dynamicemb/test_tables.py": {"_admission_counter"},
     "tests/remote/test_plugin_server.py": {"_plugins"},
     "tests/remote/test_redis_faults.py": {"_keys"},
