@@ -10,6 +10,7 @@ N ids, U unique keys, P bags, D weights of a row, W words of a row.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -119,21 +120,20 @@ class Lease:
         """Number of lookups whose rows the lease holds; above 1 only for a lease that `of_keys` has made."""
         self.order = next_order()
         """Number that grows from lookup to lookup. Gradients of a row are summed in this order."""
-        self._keys = keys
+        if keys is not None:
+            self.keys = keys
         self._replaced = store.replaced
         self._pins: Pins | None = None
         self._reduced: tuple[list[torch.Tensor | Summed], Array | None, RowGrads] | None = None
         if slot_U is not None:
             self._pins, self.generation = store.pins.own(self, slot_U), store.generation
 
-    @property
+    @functools.cached_property
     def keys(self) -> BatchKeys:
         """The keys of the lookup."""
-        if self._keys is None:
-            assert self.shared is not None
-            rows, p = self.shared
-            self._keys = rows.own_keys(p)
-        return self._keys
+        assert self.shared is not None
+        rows, p = self.shared
+        return rows.own_keys(p)
 
     @classmethod
     def of_keys(cls, store: EmbeddingStore, table_U: Array, id_U: Array, lookups: int = 1) -> "Lease":
@@ -155,7 +155,7 @@ class Lease:
         unique = backend.distinct_keys(keys.unique.table_U[at], keys.unique.id_U[at])
         lease = Lease(self.store, BatchKeys(torch.Size((len(used),)), unique, None, backend, keys.uses_U[used]))
         lease.pin()
-        self._keys = dataclasses.replace(keys, uses_U=None)
+        self.keys = dataclasses.replace(keys, uses_U=None)
         return lease
 
     @property
@@ -222,7 +222,7 @@ class Lease:
             again = again or self.generation != -1
             self.slot_U, unique = store.acquire_locked(keys.unique, prefetched, again, False, keys.uses_U)
             if unique is not keys.unique:
-                self._keys = dataclasses.replace(keys, unique=unique)
+                self.keys = dataclasses.replace(keys, unique=unique)
             self.generation, self._pins = store.generation, store.pins.own(self, self.slot_U)
 
     def unpin(self) -> None:
@@ -287,7 +287,7 @@ class Lease:
             if (found := gathered(store, self.keys)) is not None:
                 return found
             row_UW, unique = store.read(self.keys.unique)
-            self._keys = dataclasses.replace(self.keys, unique=unique)
+            self.keys = dataclasses.replace(self.keys, unique=unique)
             return self._read(store.format.weights(row_UW), store.backend.arange(len(row_UW)))
         weight_SX = store.weight_SX
         # Another thread may have closed the store. `weight_SX`, read before this check, stays allocated.
