@@ -100,20 +100,25 @@ class RowGrads:
         return cast(np.ndarray, self.finite_X)
 
     @property
-    def to_sum(self) -> Segments | None:
-        """The gradients that are still to be summed; None = they have been summed."""
-        return self.segments if self._sums is None else None
+    def to_update(self) -> Segments | Array:
+        """The gradients for an update: sums if they are made, otherwise the gradients that are still to be summed."""
+        return self.segments if self._sums is None else self._sums[0]
 
-    def sum_to_check(self, go_1: Array | None = None) -> None:
+    def sum_to_check(self, go_1: Array | None = None) -> Array | None:
         """On a GPU, sum float32 gradients now if there are as many gradients as keys or more: a check then reads the
         sums, and the gradients are read once. Gradients of bags may be fewer than keys, and gradients of 16 bits are
         smaller than sums; a check reads these as they are, and the update reads them once more. `go_1`: number on the
-        device that turns 0 if a sum that is made now is not finite."""
-        backend: Any = self.store.backend
-        segments = self.to_sum
-        if segments is not None and backend.waits and segments.grad_NX.dtype is torch.float32:
-            if len(self.id_U) <= len(segments.grad_NX):
-                self._sums = (backend if go_1 is None else backend.guarded(go_1)).sum_segments(segments)
+        device that turns 0 if a sum that is made now is not finite. Returns `finite_X` of sums that are made; None =
+        they are not."""
+        if self._sums is None:
+            segments, backend = self.segments, cast(Any, self.store.backend)
+            assert segments is not None
+            if not backend.waits or segments.grad_NX.dtype is not torch.float32:
+                return None
+            if len(self.id_U) > len(segments.grad_NX):
+                return None
+            self._sums = (backend if go_1 is None else backend.guarded(go_1)).sum_segments(segments)
+        return self._sums[1]
 
     @property
     def terms(self) -> Terms:

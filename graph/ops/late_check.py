@@ -68,10 +68,10 @@ class LateCheck:
             self._resolve(False)
             go_1 = self.go_1
             for grad in grads:
-                grad.sum_to_check(go_1)
-                if (segments := grad.to_sum) is not None:
-                    checks.check_segments_cuda(cast(Any, segments), SUM_MAX, go_1, gpu=gpu)
-                elif (finite_1 := grad.finite_X) is not go_1:
+                finite_1 = grad.sum_to_check(go_1)
+                if finite_1 is None:
+                    checks.check_segments_cuda(cast(Any, grad.segments), SUM_MAX, go_1, gpu=gpu)
+                elif finite_1 is not go_1:
                     checks.check_sums_cuda(finite_1, go_1, gpu=gpu)
                 grad.go_1 = go_1
             if dense := [grad for grad in dense if grad.numel()]:

@@ -362,7 +362,7 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
             weight_SX = layout.weights(row_SW)
             for part, step, group in parts:
                 row_optimizer.run(
-                    weight_SX, row_SW, part.slot_U, part.to_sum or part.grad_UD,
+                    weight_SX, row_SW, part.slot_U, part.to_update,
                     state_begin=layout.state_begin, group=group, step=step + 1, backend=backend,
                 )  # fmt: skip
             for member in grads.stores:
