@@ -18,7 +18,7 @@ import numpy as np
 
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.hash_index import hash_key
-from oneemb.kernels.jit import Number, cuda, rule
+from oneemb.kernels.jit import Number, cuda, pair, rule
 from oneemb.kernels.jit_code import mul_high
 
 PLACE_BITS = 40
@@ -39,7 +39,7 @@ def seek(cell_C2: Array, table: Number, id: Number) -> Number:
     cells = cell_C2.shape[0]
     c = home(table, id, cells)
     for _ in range(cells):
-        id_there, word = cell_C2[c, 0], cell_C2[c, 1]  # both at once: the second would wait for the first else
+        id_there, word = pair(cell_C2, c)
         if word == 0:
             return -1
         if word > 0 and id_there == id and word >> PLACE_BITS == table:

@@ -177,6 +177,11 @@ def move(to: Any, to_row: Any, to_column: Any, array: Any, row: Any, column: Any
     raise TypeError("move is for CUDA loops")
 
 
+def pair(array: Any, row: Any) -> Any:
+    """In CUDA loops: (array[row, 0], array[row, 1]) of an int64 array with two columns, read 16 bytes at a time."""
+    raise TypeError("pair is for CUDA loops")
+
+
 _IMPORT = re.compile(
     r"^\s*(?:from|import) oneemb\.kernels(?:\.(\w+)| import (?:\(([\w,\s]+)\)|([\w, ]+)))", re.MULTILINE
 )

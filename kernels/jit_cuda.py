@@ -87,6 +87,7 @@ def bound(loop: CudaLoop, constants: tuple[tuple[str, Any], ...]) -> Any:
         id(jit.load): _load(width),
         id(jit.store): _store(width),
         id(jit.move): _move(width),
+        id(jit.pair): _pair,
         id(jit_code.to_float32): _to_float32,
         id(jit_code.from_float32): _from_float32,
     }
@@ -467,3 +468,21 @@ def _move(width: int) -> Any:
         return types.void(to, to_row, to_column, array, row, column), codegen
 
     return move
+
+
+def _simulated_pair(array: Any, row: Any) -> Any:
+    return array[row, 0], array[row, 1]
+
+
+@intrinsic
+def _pair_at_once(typingctx: Any, array: Any, row: Any) -> Any:
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        row = context.cast(builder, args[1], sig.args[1], types.intp)
+        pointer = _pointer(context, builder, sig.args[0], args[0], row, row.type(0), ir.VectorType(ir.IntType(64), 2))
+        wide = builder.load(pointer, align=16)
+        return context.make_tuple(builder, sig.return_type, [builder.extract_element(wide, _WORD(i)) for i in range(2)])
+
+    return types.UniTuple(array.dtype, 2)(array, row), codegen
+
+
+_pair = _simulated_pair if SIMULATED else _pair_at_once
