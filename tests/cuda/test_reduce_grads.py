@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 
 from oneemb.kernels.reduce_grads import Segments, sum_segments
-from oneemb.kernels.reduce_grads_cuda import PART, reduce_grads_cuda, segments_of
+from oneemb.kernels.reduce_grads_cuda import PART, reduce_grads_cuda, segments_of, sum_grads_cuda
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
 from tests.support.row_updates import to_bits
@@ -76,8 +77,28 @@ def test_a_sum_that_is_not_finite_turns_the_number_0(gpu, bad):
 
 
 def test_no_key_is_no_sum(gpu):
-    grad_UD, finite_1 = reduced(gpu, np.ones((3, 2), np.float32), np.full(3, -1), 0)
+    grad_ND, inverse_N = np.ones((3, 2), np.float32), np.full(3, -1)
+    grad_UD, finite_1 = reduced(gpu, grad_ND, inverse_N, 0)
     assert grad_UD.shape == (0, 2) and finite_1 == [1]
+    grad_UD, finite_1 = sum_grads_cuda(gpu.put(grad_ND), gpu.put(inverse_N), 0, gpu=gpu)
+    assert grad_UD.shape == (0, 2) and finite_1.tolist() == [1]
+
+
+@pytest.mark.parametrize("ids", [PART, 5 * PART])
+@pytest.mark.parametrize("in_bags", [False, True])
+def test_sums_in_one_go_are_those_of_segments(gpu, in_bags, ids):
+    rng = np.random.default_rng(8)
+    key_N = np.where(rng.random(ids) < 0.7, 0, rng.integers(-1, 5, ids))
+    inverse_N = gpu.put(np.concatenate([np.arange(5), key_N[5:]]))
+    bags = (gpu.put(np.arange(ids) // 2), gpu.put(rng.normal(0, 1, ids).astype(np.float32))) if in_bags else ()
+    rows = gpu.put(rng.normal(0, 1, ids * 4 + 1).astype(np.float32))
+    # Rows that begin elsewhere than torch's memory are read one weight at a time, whatever was launched before.
+    for grad_NX in (rows[:-1].view(ids, 4), rows[1:].view(ids, 4)):
+        expected, _ = reduce_grads_cuda(segments_of(grad_NX, inverse_N, 7, *bags, gpu=gpu), gpu=gpu)  # 2 keys of room
+        for finite in (1, 0):
+            given = gpu.put(np.array([finite]))
+            found, finite_1 = sum_grads_cuda(grad_NX, inverse_N, 7, *(bags or (None, None)), given, gpu=gpu)
+            assert torch.equal(found[:5], expected[:5]) and finite_1 is given and given.tolist() == [finite]
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
