@@ -159,17 +159,18 @@ class DeviceSlots(MemoryTier):
             return False
         if not hasattr(self.init_rows, "admission"):
             return False
-        while not (fits := self._has_room(size)) and self._pending:
+        free, limit = self._free, self._limits.row_limit
+        while True:
+            more = size  # new keys, whatever pending lookups have brought
+            for lookup in self._pending:
+                more += lookup.keys
+            fits = free.used + free.fresh(more) <= min(self.pin_S.shape[0], free.stack_X.shape[0])
+            if fits and self._index.has_room(more):
+                if limit is None or self._rows is not None and self._rows + more <= limit:
+                    return True
+            if not self._pending:
+                return False
             self._apply_first()
-        return fits
-
-    def _has_room(self, more: int) -> bool:
-        """Whether that many new keys fit into slots, index and limits, whatever pending lookups have brought."""
-        for lookup in self._pending:
-            more += lookup.keys
-        slots, limit = self._free.used + self._free.fresh(more), self._limits.row_limit
-        fits = slots <= min(self.pin_S.shape[0], self._free.stack_X.shape[0]) and self._index.has_room(more)
-        return fits and (limit is None or (self._rows is not None and self._rows + more <= limit))
 
     def _make_room_ahead(self, keys: int) -> None:
         """Get memory for the new rows of the next lookups of so many keys, which then need not wait. Where there is no
