@@ -162,7 +162,9 @@ def refiller_of(
         False, and has written nothing, if a number has another type than in its signature, or a tensor has no words.
     """
     scope: dict[str, Any] = {}
-    targets, checks, lines, views, words, lines_of_words = [], [], [], [], [], []
+    targets, checks, lines, views = [], [], [], []
+    words: list[str] = []
+    lines_of_words: list[str] = []
     for b, signature in enumerate(signatures):
         target, writes = _places(signature, f"a{b}", scope)
         targets.append(target)
