@@ -14,6 +14,7 @@ from oneemb.kernels.arrays import BLOCK_MAX, Array
 from oneemb.kernels.hash_index_cuda import PLACE_BITS, claim
 from oneemb.kernels.init_rows_cuda import DeviceInitialRows, begin_row
 from oneemb.kernels.jit import Number, cuda
+from oneemb.kernels.later import Later, tell
 from oneemb.kernels.launch import SHARES_MAX, Gpu
 from oneemb.kernels.ranks_cuda import rank_in_block, ranks_of_shares, share_of
 from oneemb.kernels.slots_cuda import acquire_loop
@@ -40,16 +41,17 @@ class TierArrays(NamedTuple):
 
 @cuda
 def admit_loop(
-    slot_U: Array, count_4: Array, count_B: Array, free_X: Array, free_2: Array, next_2: Array, cell_C2: Array,
-    inserted_2: Array, table_S: Array, id_S: Array, score_S: Array, pin_S: Array, dirty_S: Array, score: Number,
-    lane_bits: Number, weight_SX: Array, row_SW: Array, table_U: Array, id_U: Array, seed: Number, kind_TC: Array,
-    param_TC4: Array, end_C: Array, state: Array, state_begin: Number,
+    slot_U: Array, count_4: Array, told_X: Array, count_B: Array, free_X: Array, free_2: Array, next_2: Array,
+    cell_C2: Array, inserted_2: Array, table_S: Array, id_S: Array, score_S: Array, pin_S: Array, dirty_S: Array,
+    score: Number, lane_bits: Number, weight_SX: Array, row_SW: Array, table_U: Array, id_U: Array, seed: Number,
+    kind_TC: Array, param_TC4: Array, end_C: Array, state: Array, state_begin: Number,
 ) -> None:  # fmt: skip
     """Give each key without a slot a free one, write the row's first values, and put the key into the index; the slot
     is then pinned once and dirty. 2 ** lane_bits threads share a row.
 
-    count_4, count_B: as `acquire_loop` has written them. free_2: number of slots on the stack free_X, and number of
-    slots ever used; next_2: the same numbers after the loop, which writes them. score: of a new row.
+    count_4, count_B: as `acquire_loop` has written them; the host is told count_4. free_2: number of slots on the
+    stack free_X, and number of slots ever used; next_2: the same numbers after the loop, which writes them. score: of a
+    new row.
     """
     count_T = cuda.shared.array(BLOCK_MAX, np.int32)
     rank_B = cuda.shared.array(SHARES_MAX, np.int32)
@@ -61,6 +63,7 @@ def admit_loop(
     if b == 0 and t == 0:
         next_2[0] = free_2[0] - returned
         next_2[1] = free_2[1] + new - returned
+        tell(count_4, told_X)
     if count_B[b] > 0:
         ranks_of_shares(count_B, count_T, rank_B)
         rank = np.int64(rank_B[b])
@@ -127,10 +130,11 @@ class DeviceAdmission:
         self._size, self._count_B = 0, arrays.count_X
 
     def acquire(
-        self, keys: DeviceKeys, slot_U: torch.Tensor, count_4: torch.Tensor, free_2: torch.Tensor,
+        self, keys: DeviceKeys, slot_U: torch.Tensor, count_4: torch.Tensor, later: Later, free_2: torch.Tensor,
         next_2: torch.Tensor, tick: int, score: int,
     ) -> None:  # fmt: skip
-        """Write the slots of keys, which are pinned, into slot_U; arguments as of the loops. Launches of a tier must
+        """Write the slots of keys, which are pinned, into slot_U; `later` is told count_4; other arguments as of the
+        loops. Launches of a tier must
         come on the device one after the other. An error that is not the driver's has launched nothing."""
         gpu, size = self._gpu, slot_U.shape[0]
         if size != self._size:
@@ -142,8 +146,8 @@ class DeviceAdmission:
             lambda: tuple((loop, gpu.grid_of_shares(count_B.shape[0])) for loop in (acquire_loop, admit_loop)),
             (cell_C2, table_U, id_U, size_2, pin_S, score_S, 1, tick, slot_U, inserted_2, count_4, count_B),
             (
-                slot_U, count_4, count_B, self.arrays.free_X, free_2, next_2, *self._slots, score, *self._values,
-                table_U, id_U, *self._initial,
+                slot_U, count_4, later.told_X, count_B, self.arrays.free_X, free_2, next_2, *self._slots, score,
+                *self._values, table_U, id_U, *self._initial,
             ),
             shapes=(self._shapes, size),
         )  # fmt: skip

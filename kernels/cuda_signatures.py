@@ -113,7 +113,7 @@ def _loops_of_keys() -> Cases:
         "count pinned": (slots_cuda.count_pinned_loop, ("int32[1]", "int64", _KEYS)),
         "bags": (pool_cuda.bags_loop, (_KEYS, _TABLES, "int32[1]", "int64", _KEYS, _TABLES, _KEYS)),
         "mean scales": (pool_cuda.mean_scales_loop, (_KEYS, _KEYS, _FLOATS)),
-        "check sum": (finite_cuda.check_sum_loop, (_KEYS, _KEYS)),
+        "check sum": (finite_cuda.check_sum_loop, (_KEYS, _KEYS, _KEYS)),
         "check norm": (finite_cuda.check_norm_loop, (_FLOATS, _KEYS)),
     }
 
@@ -121,12 +121,12 @@ def _loops_of_keys() -> Cases:
 def _loops_of_weights(dtype: str) -> Cases:
     weights = f"{_BITS[dtype]}[2]"
     first_values = ("uint64", "int64[2]", "float64[3]", _KEYS, _FLOATS, "int64")
-    of_init = (weights, _ROWS, *[_KEYS] * 3, _TABLES, _KEYS, *first_values)
+    of_init = (weights, _ROWS, *[_KEYS] * 4, _TABLES, _KEYS, *first_values)
     of_admit = (
-        _KEYS, _KEYS, "int32[1]", *[_KEYS] * 3, _CELLS, _KEYS, _TABLES, _KEYS, _KEYS, "int32[1]", "bool[1]", "int64",
+        *[_KEYS] * 3, "int32[1]", *[_KEYS] * 3, _CELLS, _KEYS, _TABLES, _KEYS, _KEYS, "int32[1]", "bool[1]", "int64",
         "int64", weights, _ROWS, _TABLES, _KEYS, *first_values,
     )  # fmt: skip
-    look_up = (_CELLS, weights, _TABLES, *[_KEYS] * 5, weights, *[_KEYS] * 4)
+    look_up = (_CELLS, weights, _TABLES, *[_KEYS] * 5, weights, *[_KEYS] * 3)
     found: Cases = {
         f"init {dtype}": (init_rows_cuda.init_loop, of_init),
         f"admit {dtype}": (admit_cuda.admit_loop, of_admit),

@@ -11,6 +11,7 @@ import torch
 
 from oneemb.kernels.arrays import Array, vector_width
 from oneemb.kernels.jit import Number, cuda, load
+from oneemb.kernels.later import Later, tell
 from oneemb.kernels.launch import Gpu
 from oneemb.kernels.reduce_grads_cuda import Segments, is_nonfinite, sum_segment
 
@@ -58,10 +59,12 @@ def check_sums_loop(
 
 
 @cuda
-def check_sum_loop(finite_1: Array, go_1: Array) -> None:
-    """go_1[0] turns 0 if finite_1[0] is 0."""
-    if cuda.grid(1) == 0 and finite_1[0] == 0:
-        go_1[0] = 0
+def check_sum_loop(finite_1: Array, go_1: Array, told_X: Array) -> None:
+    """go_1[0] turns 0 if finite_1[0] is 0; the host is told go_1[0], if it waits for it."""
+    if cuda.grid(1) == 0:
+        if finite_1[0] == 0:
+            go_1[0] = 0
+        tell(go_1, told_X)
 
 
 @cuda
@@ -94,6 +97,7 @@ def check_norm_cuda(norm: torch.Tensor, go_1: torch.Tensor, *, gpu: Gpu) -> None
     gpu.run(check_norm_loop, 1, zero_or_nan.reshape(1).to(torch.float32), go_1)
 
 
-def check_sums_cuda(finite_1: torch.Tensor, go_1: torch.Tensor, *, gpu: Gpu) -> None:
-    """go_1[0] turns 0 if finite_1[0], of sums that were made before, is 0."""
-    gpu.run(check_sum_loop, 1, finite_1, go_1, shapes=())
+def check_sums_cuda(finite_1: torch.Tensor, go_1: torch.Tensor, *, gpu: Gpu, later: Later | None = None) -> None:
+    """go_1[0] turns 0 if finite_1[0], of sums that were made before, is 0. `later` is then told go_1[0]."""
+    told_X = gpu.none(torch.int64) if later is None else later.told_X
+    gpu.run(check_sum_loop, 1, finite_1, go_1, told_X, shapes=later is None)

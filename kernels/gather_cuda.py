@@ -15,6 +15,7 @@ from oneemb.kernels.jit import cuda, move
 from oneemb.kernels.launch import Gpu, Loops
 
 if TYPE_CHECKING:
+    from oneemb.kernels.later import Later
     from oneemb.kernels.unique_keys_cuda import DeviceKeys
 
 V = 1  # elements a thread takes at a time; `at(V=...)` sets it
@@ -41,20 +42,20 @@ def gather_loop(weight_SX: Array, slot_U: Array, inverse_N: Array, out_ND: Array
 @cuda
 def look_up_loop(
     cell_C2: Array, weight_SX: Array, table_U: Array, id_U: Array, head_U: Array, size_2: Array, inverse_N: Array,
-    inserted_2: Array, out_ND: Array, count_4: Array, absent_R: Array, key_R: Array, absent_1: Array,
+    inserted_2: Array, out_ND: Array, count_5: Array, absent_R: Array, key_R: Array,
 ) -> None:  # fmt: skip
     """out_ND[n] = weights of key u = inverse_N[n], zeros for padding. u = n if the length of inverse_N is 0.
 
-    An id whose key has no row is listed, in any order: its place n in absent_R, u in key_R, their number in absent_1.
-    count_4: as of `acquire_loop`; a key without a row counts once if head_U says where each key is first, else at each
-    of its ids.
+    An id whose key has no row is listed, in any order: its place n in absent_R, u in key_R.
+    count_5: number of ids that are listed, added up; then as count_4 of `acquire_loop`; a key without a row counts once
+    if head_U says where each key is first, else at each of its ids.
     """
     dim = out_ND.shape[1]
     n = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     if n == 0 and cuda.threadIdx.x == 0:
-        count_4[1] = size_2[0]
-        count_4[2] = size_2[1]
-        count_4[3] = inserted_2[1]
+        count_5[2] = size_2[0]
+        count_5[3] = size_2[1]
+        count_5[4] = inserted_2[1]
     while n < out_ND.shape[0]:
         u = inverse_N[n] if inverse_N.shape[0] > 0 else np.int64(n)
         c = seek(cell_C2, table_U[u], id_U[u]) if u >= 0 else np.int64(-1)
@@ -71,33 +72,33 @@ def look_up_loop(
                     out_ND[n, d + i] = 0
                 d += cuda.blockDim.x * V
         elif cuda.threadIdx.x == 0:
-            r = cuda.atomic.add(absent_1, 0, 1)
+            r = cuda.atomic.add(count_5, 0, 1)
             absent_R[r] = n
             key_R[r] = u
             if head_U.shape[0] == 0 or head_U[u] == n:
-                cuda.atomic.add(count_4, 0, 1)
+                cuda.atomic.add(count_5, 1, 1)
         n += cuda.gridDim.x * cuda.blockDim.y
 
 
 def look_up_cuda(
     cell_C2: torch.Tensor, weight_SX: torch.Tensor, keys: "DeviceKeys", inserted_2: torch.Tensor, out_ND: torch.Tensor,
-    count_4: torch.Tensor, *, gpu: Gpu,
+    later: "Later", *, gpu: Gpu,
 ) -> ListedSlots:  # fmt: skip
     """Write the weights of each id of a batch into out_ND, zeros for padding, from the rows that an index finds.
-    Returns the rows of out_ND whose keys have no row, to be written by `init_rows_cuda`. count_4: zeros, which the loop
-    counts up."""
+    Returns the rows of out_ND whose keys have no row, to be written by `init_rows_cuda`, whose loop then tells `later`
+    count_5 of `look_up_loop`."""
     size, dim = out_ND.shape
     absent_R, key_R = gpu.empty(2, size, dtype=torch.int64).unbind()
-    absent_1 = gpu.filled(1)
+    count_5 = gpu.filled(5)
     v, head_U, inverse_N = vector_width(dim, weight_SX, out_ND), keys.head_U, keys.inverse_N
     gpu.run_rows(
         look_up_loop.at(V=v), size, dim // v, cell_C2, weight_SX, keys.table_U, keys.id_U, head_U, keys.size_2,
-        inverse_N, inserted_2, out_ND, count_4, absent_R, key_R, absent_1,
+        inverse_N, inserted_2, out_ND, count_5, absent_R, key_R,
         shapes=(
             cell_C2.shape, weight_SX.shape, weight_SX.dtype, keys.id_U.shape, head_U.shape, inverse_N.shape, dim
         ),
     )  # fmt: skip
-    return ListedSlots(absent_R, key_R, absent_1)
+    return ListedSlots(absent_R, key_R, count_5, later.told_X)
 
 
 def gather_cuda(

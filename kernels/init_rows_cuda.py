@@ -13,6 +13,7 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.init_rows import InitialRows, draw
 from oneemb.kernels.jit import Number, cuda
 from oneemb.kernels.jit_code import from_float32
+from oneemb.kernels.later import tell
 from oneemb.kernels.launch import Gpu
 from oneemb.kernels.philox import philox
 
@@ -39,6 +40,8 @@ class ListedSlots(NamedTuple):
     """int64: which of the keys each slot is of"""
     count_X: torch.Tensor
     """int64: the first number is the number of slots"""
+    told_X: torch.Tensor
+    """int64: where the host is told count_X, as by oneemb.kernels.later; empty = it is not told"""
 
 
 @cuda.inner
@@ -70,8 +73,8 @@ def begin_row(
 
 @cuda
 def init_loop(
-    weight_SX: Array, row_SW: Array, slot_R: Array, key_R: Array, count_X: Array, table_U: Array, id_U: Array,
-    seed: Number, kind_TC: Array, param_TC4: Array, end_C: Array, state: Array, state_begin: Number,
+    weight_SX: Array, row_SW: Array, slot_R: Array, key_R: Array, count_X: Array, told_X: Array, table_U: Array,
+    id_U: Array, seed: Number, kind_TC: Array, param_TC4: Array, end_C: Array, state: Array, state_begin: Number,
 ) -> None:  # fmt: skip
     """Write the weights and state of new rows. A group of threads shares a row.
 
@@ -80,6 +83,8 @@ def init_loop(
     listed = key_R.shape[0] > 0
     rows = count_X[0] if listed else np.int64(slot_R.shape[0])
     r = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+    if r == 0 and cuda.threadIdx.x == 0:
+        tell(count_X, told_X)
     while r < rows:
         s = slot_R[r]
         u = key_R[r] if listed else np.int64(r)
@@ -105,13 +110,14 @@ def init_rows_cuda(
     """Write the initial weights and state of keys (table_U int32, id_U int64) into rows slot_U, or of the keys that are
     listed."""
     pieces = max(-(-int(weight_SX.shape[1]) // 4), 1)
-    slots = slot_U if isinstance(slot_U, ListedSlots) else ListedSlots(slot_U, slot_U[:0], slot_U)
+    slots = slot_U if isinstance(slot_U, ListedSlots) else ListedSlots(slot_U, slot_U[:0], slot_U, slot_U[:0])
     # Of listed slots there are few or none as a rule: not so many blocks begin for nothing.
     rows, shapes = slots.slot_R.shape[0], None
     if slots is slot_U:
         rows = min(rows, _LISTED_MAX)
         shapes = (
-            weight_SX.shape, weight_SX.dtype, row_SW.shape, slots.slot_R.shape, slots.count_X.shape, id_U.shape,
+            weight_SX.shape, weight_SX.dtype, row_SW.shape, slots.slot_R.shape, slots.count_X.shape,
+            slots.told_X.shape, id_U.shape,
             initial.kind_TC.shape, state.shape,
         )  # fmt: skip
     gpu.run_rows(

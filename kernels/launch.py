@@ -54,6 +54,9 @@ _DRIVER_MIN = 13000  # CUDA 13.0 in cuDriverGetVersion's form, which compiled lo
 Grid = tuple[int, int, int]
 """Number of blocks, and number of threads of a block in x and y."""
 
+Told = tuple[torch.Tensor, "memoryview[int]"]
+"""Memory of `Gpu.told`: for the device, and for the host."""
+
 Loops = Sequence[tuple[CudaLoop, Grid]]
 """Loops, with the grid of each."""
 
@@ -66,7 +69,6 @@ class _OfThread(threading.local):
         """{stream: `Gpu.scratch`}"""
         self.filled: dict[tuple[int, int, int], list[torch.Tensor]] = {}
         """{(stream, size, value): results to come of `Gpu.filled`}"""
-        self.page_locked: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
 
 class Gpu:
@@ -102,6 +104,9 @@ class Gpu:
         self._buffers = _OfThread()
         self._none: dict[tuple[torch.dtype, int | None], torch.Tensor] = {}
         self._nothing: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._told: dict[int, list[Told]] = {}
+        """{number of numbers: free memory}"""
+        self._told_of_all: list[torch.Tensor] = []  # which keep all of it
         self.stream_now: Callable[[], int] = int  # which returns 0
         """Returns the handle of the current stream."""
 
@@ -163,14 +168,24 @@ class Gpu:
             found = kept[stream] = {}
         return found
 
-    def page_locked(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """A few numbers in page-locked memory of the host, for this caller alone. Memory is allocated for many calls
-        at a time."""
-        found = self._buffers.page_locked.setdefault((size, dtype), [])
-        if not found:
-            with torch.inference_mode(False):
-                found += torch.empty(_SMALL, size, dtype=dtype, pin_memory=True, device="cpu").unbind()
-        return found.pop()
+    def told(self, size: int) -> Told:
+        """Memory for numbers that a loop tells the host; see oneemb.kernels.later. Allocated for many at a time."""
+        free = self._told.setdefault(size, [])
+        while True:
+            try:
+                memory = free.pop()
+                memory[1][size] = 0
+                return memory
+            except IndexError:
+                with torch.inference_mode(False):
+                    on_gpu = self.device.type == "cuda"
+                    many = torch.zeros(_SMALL, size + 1, dtype=torch.int64, pin_memory=on_gpu, device="cpu")
+                    self._told_of_all.append(many)
+                    free += [(self.kept(one), one.numpy().data) for one in many.unbind()]
+
+    def give_back(self, memory: Told) -> None:
+        """Let memory of `told` be used again: no loop writes it any more."""
+        self._told[len(memory[1]) - 1].append(memory)
 
     def free_bytes(self) -> int:
         """Bytes of device memory that can still be allocated."""
@@ -206,10 +221,6 @@ class Gpu:
         found = buffer[: tensor.numel()].copy_(tensor.reshape(-1), non_blocking=True)
         torch.cuda.current_stream(self.device).record_event().synchronize()
         return found.tolist()
-
-    def read_later(self, tensor: torch.Tensor) -> "Later":
-        """The values of a small tensor of one dimension as they are now on the current stream, without a wait."""
-        return Later(self, tensor.numel(), tensor.dtype).begin(tensor)
 
     def wait(self) -> None:
         """Wait for all work that was launched on the device, on any stream."""
@@ -388,35 +399,6 @@ def _simulate(loop: CudaLoop, blocks: int, threads: tuple[int, int], args: tuple
 
     with _simulator:
         jit_cuda.kernel_of(loop)[blocks, threads](*map(as_simulated, args))
-
-
-class Later:
-    """Values of a small tensor of one dimension, of a device, on their way to the host. `begin` takes no memory."""
-
-    def __init__(self, gpu: Gpu, size: int, dtype: torch.dtype):
-        self._gpu = gpu
-        self._event: torch.cuda.Event | None = None
-        on_gpu = gpu.device.type == "cuda"
-        self._found = gpu.page_locked(size, dtype) if on_gpu else torch.empty(size, dtype=dtype, device="cpu")
-
-    def begin(self, tensor: torch.Tensor) -> "Later":
-        """Begin to copy the values that the tensor has now on the current stream."""
-        self._found.copy_(tensor, non_blocking=True)
-        if self._gpu.device.type == "cuda":
-            self._event = torch.cuda.current_stream(self._gpu.device).record_event()
-        return self
-
-    @property
-    def ready(self) -> bool:
-        """Whether `values` would not wait."""
-        return self._event is None or self._event.query()
-
-    def values(self) -> list[Any]:
-        """The values; the host waits until they have come."""
-        if self._event is not None and not self._event.query():
-            self._gpu.waits += 1
-            self._event.synchronize()
-        return self._found.tolist()
 
 
 _simulator = threading.Lock()  # it runs one launch at a time

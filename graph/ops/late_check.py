@@ -44,9 +44,9 @@ class LateCheck:
     """Checks of the steps of some stores, whose rows one GPU has."""
 
     def __init__(self, backend: Any):
-        from oneemb.kernels import finite_cuda
+        from oneemb.kernels import finite_cuda, later
 
-        self.backend, self._loops = backend, finite_cuda
+        self.backend, self._loops, self._later = backend, finite_cuda, later.Later
         self.go_1: torch.Tensor = self._one()
         """On the device: 1, or 0 since a gradient was not finite."""
         self._steps: deque[_Step] = deque()
@@ -66,19 +66,23 @@ class LateCheck:
             self._stream = stream
         with self._lock:
             self._resolve(False)
-            go_1 = self.go_1
+            go_1 = finite_1 = self.go_1
             for grad in grads:
-                finite_1 = grad.sum_to_check(go_1)
-                if finite_1 is None:
+                found = grad.sum_to_check(go_1)
+                if found is None:
                     checks.check_segments_cuda(cast(Any, grad.segments), SUM_MAX, go_1, gpu=gpu)
-                elif finite_1 is not go_1:
-                    checks.check_sums_cuda(finite_1, go_1, gpu=gpu)
+                elif found is not go_1:
+                    if finite_1 is not go_1:
+                        checks.check_sums_cuda(finite_1, go_1, gpu=gpu)
+                    finite_1 = found
                 grad.go_1 = go_1
             if dense := [grad for grad in dense if grad.numel()]:
                 checks.check_norm_cuda(torch.nn.utils.get_total_norm(dense, torch.inf), go_1, gpu=gpu)
+            later = self._later(gpu, 1)
+            checks.check_sums_cuda(finite_1, go_1, gpu=gpu, later=later)
             # The lock of a store holds this object, which must not keep the store.
             before = [(weakref.ref(one), name, getattr(one, name)) for one, name in counts]
-            self._steps.append(_Step(gpu.read_later(go_1), before))
+            self._steps.append(_Step(later, before))
 
     def _one(self) -> torch.Tensor:
         gpu = self.backend.gpu

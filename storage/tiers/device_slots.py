@@ -19,7 +19,8 @@ import torch
 from oneemb.kernels.admit_cuda import DeviceAdmission, TierArrays
 from oneemb.kernels.cuda_backend import CudaBackend
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda
-from oneemb.kernels.launch import Gpu, Later
+from oneemb.kernels.later import Later
+from oneemb.kernels.launch import Gpu
 from oneemb.kernels.slots_cuda import release_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
 from oneemb.storage.locking.store_lock import changing
@@ -75,7 +76,7 @@ class _PendingLookup(NamedTuple):
     """A lookup of which the host does not know yet how many of its keys missed."""
 
     counts: Later
-    """`count_4` of `acquire_loop`."""
+    """`count_4` of `acquire_loop`, or `count_5` of `look_up_loop`, whose last four numbers are alike."""
     keys: int
     """Number of keys that may have got a slot, at most."""
     admits: bool
@@ -190,7 +191,7 @@ class DeviceSlots(MemoryTier):
         """Pinned slots of keys, `BEYOND` after the last; new ones are initialized and put into the index: see
         admit_cuda.py. An error has changed nothing, unless it is one of the driver, after which no call succeeds."""
         size, free, gpu = keys.id_U.shape[0], self._free, self._gpu
-        slot_U, counts, later = gpu.empty(size, dtype=torch.int64), gpu.filled(4), Later(gpu, 4, torch.int64)
+        slot_U, counts, later = gpu.empty(size, dtype=torch.int64), gpu.filled(4), Later(gpu, 4)
         # While an admission is pending, only the device knows which slots are free; then no call has changed them.
         is_known = True
         for lookup in self._pending:
@@ -201,9 +202,8 @@ class DeviceSlots(MemoryTier):
             self._free_known = free.returned, free.used
         admission, tick = self._admission_now(), self._next_tick()
         score = self._tick if self.policy == "lru" else int(self.use_score)
-        admission.acquire(keys, slot_U, counts, self._free_2, self._next_2, tick, score)
+        admission.acquire(keys, slot_U, counts, later, self._free_2, self._next_2, tick, score)
         with changing:
-            later.begin(counts)
             self._free_2, self._next_2 = self._next_2, self._free_2
             self._pending.append(_PendingLookup(later, size, True))
             self._begun += 1
@@ -225,9 +225,9 @@ class DeviceSlots(MemoryTier):
         self._admission = init, found
         return found
 
-    def _count_later(self, counts: torch.Tensor) -> None:
+    def _count_later(self, counts: Later) -> None:
         """Count what a lookup that has only read has found, when the numbers have come."""
-        self._pending.append(_PendingLookup(self._gpu.read_later(counts), 0, False))
+        self._pending.append(_PendingLookup(counts, 0, False))
         self._apply_pending(wait=False)
 
     def _apply_pending(self, *, wait: bool = True) -> None:
@@ -238,7 +238,7 @@ class DeviceSlots(MemoryTier):
 
     def _apply_first(self) -> None:
         lookup = self._pending[0]
-        missed, size, _, lost = lookup.counts.values()
+        missed, size, _, lost = lookup.counts.values()[-4:]
         if lookup.admits and missed:
             with changing:
                 self._pending.popleft()

@@ -26,6 +26,7 @@ import torch
 
 from oneemb.kernels.cuda_backend import CudaBackend
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda, look_up_cuda
+from oneemb.kernels.later import Later
 from oneemb.kernels.slots_cuda import count_pinned_loop, mark_dirty_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
 from oneemb.storage.errors import StoreFullError
@@ -210,13 +211,13 @@ class DeviceTier(DeviceSlots):
             return False
         self._order.after_releases()
         gpu, index = self._gpu, self._index
-        counts = gpu.filled(4)
+        later = Later(gpu, 5)
         # No use is counted: a resident tier evicts nothing.
         missing = look_up_cuda(
-            index.cell_C2, weights(self.row_SW), keys, index.inserted_2, out_ND, counts, gpu=gpu
+            index.cell_C2, weights(self.row_SW), keys, index.inserted_2, out_ND, later, gpu=gpu
         )  # fmt: skip
         absent(out_ND, missing, keys.table_U, keys.id_U)
-        self._count_later(counts)
+        self._count_later(later)
         return True
 
     def slots_of(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:

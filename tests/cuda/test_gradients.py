@@ -64,5 +64,4 @@ def test_the_late_check_of_float32_gradients_looks_at_sums(gpu, tmp_path, monkey
         embedding(torch.arange(12, device=gpu.device).reshape(6, 2) % 5).exp().sum().backward()
         optimizer.step()
     embedding.close()
-    assert launched.count("reduce_loop") == 1 and "check_sum_loop" not in launched
-    assert "find_large_loop" not in launched and "check_sums_loop" not in launched
+    assert launched.count("reduce_loop") == 1 and not {"find_large_loop", "check_sums_loop"} & set(launched)

@@ -51,7 +51,9 @@ def test_of_listed_keys_those_that_the_device_counts_are_written_and_no_others(g
     )
     key_R = np.full(9, 1, np.int64)
     key_R[: len(listed)] = listed
-    slots = ListedSlots(gpu.put(7 - key_R), gpu.put(key_R), gpu.put(np.array([len(listed), 5, 5])))
+    slots = ListedSlots(
+        gpu.put(7 - key_R), gpu.put(key_R), gpu.put(np.array([len(listed), 5, 5])), gpu.none(torch.int64)
+    )
     row_SW, table_U, id_U = gpu.put(np.full((8, 8), 7, np.float32)), np.array([0, 1, 1, 0, 1], np.int32), np.arange(5)
     init_rows_cuda(
         row_SW, row_SW, slots, gpu.put(table_U), gpu.put(id_U), DeviceInitialRows(initial, gpu=gpu),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import oneemb
-from oneemb.kernels.launch import Later
+from oneemb.kernels.later import Later
 from tests.cuda.conftest import SIMULATED
 from tests.cuda.test_launches import Noted
 from tests.cuda.test_train import on_gpu

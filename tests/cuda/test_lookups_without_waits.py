@@ -12,7 +12,7 @@ import torch
 from oneemb.kernels.arrays import BEYOND
 from oneemb.kernels.cuda_backend import CudaBackend
 from oneemb.kernels.init_rows import BY_ID, CONSTANT, InitialRows
-from oneemb.kernels.launch import Later
+from oneemb.kernels.later import Later
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.tiers.device_tier import DeviceTier
 from tests.cuda.conftest import SIMULATED

@@ -1,0 +1,53 @@
+"""Numbers that a loop tells the host, which does not wait for them and copies nothing.
+
+    told_X = (numbers..., 0)       in page-locked memory of the host, whose address is valid on the device
+    told_X = (numbers..., 1)       once the loop has written them: first the numbers, then the mark
+
+Invariant: memory that a loop may still write goes to nobody else. It is free again when the host has read the numbers;
+where the host never reads them it stays taken, and no memory is given back.
+"""
+
+import torch
+
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import cuda
+from oneemb.kernels.launch import Gpu
+
+
+@cuda.inner
+def tell(number_X: Array, told_X: Array) -> None:
+    """Tell the host as many numbers as it waits for: none if told_X is empty. One thread of a launch calls this."""
+    count = told_X.shape[0] - 1
+    for i in range(count):
+        told_X[i] = number_X[i]
+    if count > 0:
+        cuda.threadfence_system()
+        told_X[count] = 1
+
+
+class Later:
+    """A few int64 numbers that a loop on the device will `tell`."""
+
+    def __init__(self, gpu: Gpu, size: int):
+        self._gpu, self._size = gpu, size
+        self._memory = gpu.told(size)
+        self.told_X: torch.Tensor = self._memory[0]
+        """The memory, for the loop."""
+        self._values: list[int] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether `values` would not wait."""
+        return self._memory[1][self._size] != 0
+
+    def values(self) -> list[int]:
+        """The numbers; the host waits until they have come."""
+        if self._values is None:
+            told, size = self._memory[1], self._size
+            if not self.ready:
+                self._gpu.waits += 1
+                self._gpu.wait()
+                assert told[size], "the device has done its work and told no numbers"
+            self._values = told[:size].tolist()
+            self._gpu.give_back(self._memory)
+        return self._values

@@ -1,0 +1,47 @@
+"""Numbers that a loop tells the host: the memory to which they go, and when it is free again."""
+
+import pytest
+import torch
+
+from oneemb.kernels.finite_cuda import check_sums_cuda
+from oneemb.kernels.later import Later
+
+
+def tell(gpu, later, *, finite=1):
+    finite_1, go_1 = (gpu.full(1, value=value, dtype=torch.int64) for value in (finite, 1))
+    check_sums_cuda(finite_1, go_1, gpu=gpu, later=later)
+
+
+@pytest.mark.parametrize("finite", [0, 1])
+def test_numbers_come_after_the_loop_has_run(gpu, finite):
+    later = Later(gpu, 1)
+    assert not later.ready
+    tell(gpu, later, finite=finite)
+    assert later.values() == later.values() == [finite] and later.ready
+
+
+def test_a_loop_tells_nothing_where_the_host_does_not_wait_for_numbers(gpu):
+    later = Later(gpu, 1)
+    tell(gpu, None)
+    gpu.wait()
+    assert not later.ready
+
+
+def test_memory_is_free_again_when_its_numbers_have_been_read_and_not_before(gpu):
+    later, dropped = Later(gpu, 1), Later(gpu, 1)
+    unread = {later.told_X.data_ptr(), dropped.told_X.data_ptr()}
+    del dropped  # A loop may still write its numbers.
+    others = [Later(gpu, 1) for _ in range(600)]
+    places = {other.told_X.data_ptr() for other in others}
+    assert len(places) == 600 and not places & unread
+    tell(gpu, later)
+    later.values()
+    again = Later(gpu, 1)
+    assert again.told_X.data_ptr() == later.told_X.data_ptr() and not again.ready
+
+
+def test_numbers_that_no_loop_tells_are_an_error_after_one_wait(gpu):
+    waits, later = gpu.waits, Later(gpu, 4)
+    with pytest.raises(AssertionError, match="told no numbers"):
+        later.values()
+    assert gpu.waits == waits + 1
