@@ -2,6 +2,7 @@
 
 import struct
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def test_numbers_have_their_natural_alignment_and_tuples_are_their_members():
 
 def test_a_buffer_that_is_refilled_is_as_one_that_is_packed_anew():
     def args(number, factor, flag):
-        arrays = torch.zeros(3, 4), torch.zeros(2, dtype=torch.int32), torch.zeros(0, 6)
+        arrays = with_words(torch.zeros(3, 4)), torch.zeros(2, dtype=torch.int32), torch.zeros(0, 6)
         small = (np.float32(factor), flag, factor, arrays[1])
         return flag, np.int32(number), arrays[0], flag, small, np.uint64(abs(number)), arrays[2], np.float32(factor)
 
@@ -66,16 +67,21 @@ def test_a_buffer_that_is_refilled_is_as_one_that_is_packed_anew():
     signature = signature_of(first)
     other = (torch.zeros(1, 2), 5), (torch.zeros(1, 2), -9)  # of another launch, which is refilled together
     pack, pack_other = packer_of(signature), packer_of(signature_of(other[0]))
-    refill, (forms, forms_of_other) = refiller_of((signature, signature_of(other[0])))
+    with_words_of_each = have_words(first), have_words(other[0])
+    refill, (forms, forms_of_other) = refiller_of((signature, signature_of(other[0])), with_words_of_each)
     refilled, anew = bytearray(512), bytearray(512)
     others_refilled, others_anew = bytearray(128), bytearray(128)
     assert pack(refilled, first) and pack(anew, second) and refilled != anew
     assert pack_other(others_refilled, other[0]) and pack_other(others_anew, other[1])
     views = [memoryview(refilled).cast("B").cast(form) for form in forms]
     views += [memoryview(others_refilled).cast("B").cast(form) for form in forms_of_other]
-    assert refill((second, other[1]), *views) and refilled == anew and others_refilled == others_anew
-    # Numbers of another type are for another form of the loop: nothing is written.
-    assert not refill((first, (other[0][0], 2.0)), *views) and refilled == anew and others_refilled == others_anew
+    known = SimpleNamespace(words=None)
+    for _ in range(2):
+        assert refill((second, other[1]), known, *views) and refilled == anew and others_refilled == others_anew
+    # Nothing is written if a number has another type, for another form of the loop, or a tensor has no words.
+    for args_of_each in ((first, (other[0][0], 2.0)), ((*first[:2], torch.zeros(3, 4), *first[3:]), other[0])):
+        assert not refill(args_of_each, known, *views)
+        assert refilled == anew and others_refilled == others_anew
 
 
 @pytest.mark.parametrize(
