@@ -1,6 +1,7 @@
 """Gradients that a GPU checks for itself: no step waits, nothing of a step that is not finite is written, and the error
 comes later, with all counts as before that step."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -319,3 +320,26 @@ def test_scaled_gradients_of_bags_are_checked_with_their_scales(gpu, train, late
     assert same(trained.state(), before)
     with pytest.raises(oneemb.NonFiniteGradientError):
         trained.embedding.save_snapshot("rows")
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_sums_of_each_embedding_that_were_made_before_the_step_are_checked(gpu, late, tmp_path, wrong):
+    embeddings = [make_embedding(tmp_path / str(i), tables=2, dim=DIM) for i in range(2)]
+    parameters = [parameter for embedding in embeddings for parameter in embedding.parameters()]
+    optimizer = oneemb.Optimizer(torch.optim.SGD(parameters, lr=0.1), embeddings, check_in_step=False)
+    ids, late.now = torch.arange(12, device=gpu.device).reshape(-1, 2), True
+    with on_gpu(gpu, *embeddings):
+        for factor in (1.0, float("nan")):
+            # Who holds a gradient may change it later, so its sums are made at once.
+            grads = [torch.full((6, 2, DIM), factor if i == wrong else 1.0, device=gpu.device) for i in range(2)]
+            before = [embedding.store.row_SW.clone() for embedding in embeddings]
+            for embedding, grad in zip(embeddings, grads, strict=True):
+                embedding(ids).backward(grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert same([embedding.store.row_SW for embedding in embeddings], before)
+        for embedding in embeddings:
+            with pytest.raises(oneemb.NonFiniteGradientError) if embedding is embeddings[0] else nullcontext():
+                embedding.save_snapshot("rows")
+    for embedding in embeddings:
+        embedding.close()
