@@ -67,6 +67,7 @@ def cases(*, every: bool = False) -> Cases:
         rows = ("int32[2]", _KEYS, "int32[2]")
         found[f"copy in{of}"] = gather_cuda.copy_in_loop.at(V=width), rows
         found[f"copy out{of}"] = gather_cuda.copy_out_loop.at(V=width), rows
+        found[f"join parts{of}"] = reduce_grads_cuda.join_parts_loop.at(V=width), (_KEYS, _ROWS, _KEYS, _KEYS)
     for dtype in _BITS:
         found |= _loops_of_weights(dtype)
         for width in (_WIDTHS[dtype], 1) if every else ():

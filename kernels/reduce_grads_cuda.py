@@ -4,8 +4,9 @@
     of bags:     sum of scale_N[n] * grad_PX[bag of n]
 
 Invariant: the order of the sum is a function of the batch alone. Up to 64 occurrences are summed in batch order, as
-on the CPU and to the same bits; a key with more is summed in parts of 64, and the parts in order, so that no thread
-walks the whole chain of a hot key. Both ways of a sum of k terms are within k * 2^-24 * (sum of |g|) of the exact one.
+on the CPU and to the same bits. A key with more is summed in parts of 64, and the parts in order, more than 64 of them
+by 64 at a time first: no thread walks the whole chain of a hot key. Each of these sums of k terms is within k * 2^-24 *
+(sum of |g|) of the exact one.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,7 +46,7 @@ class Segments(NamedTuple):
     """int64 [U]: 2 ** 26 times the first of a key's parts in part_PD, plus the number of its parts; any number for a
     key of at most one part"""
     part_PD: torch.Tensor
-    """float32 [P, D]: the sums of parts"""
+    """float32 [P, D]: the sums of parts; of a key with more than `PART` parts, of so many from every `PART`-th on"""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -153,6 +154,27 @@ def sum_parts_loop(
         p += cuda.gridDim.x * cuda.blockDim.y
 
 
+@cuda
+def join_parts_loop(part_U: Array, part_PD: Array, key_P: Array, count_1: Array) -> None:
+    """Sum `PART` parts at a time of keys with more parts, in order, into the first of them; key_P and count_1 as of
+    `begin_loop`."""
+    sum_V = cuda.local.array(V, np.float32)
+    x_V = cuda.local.array(V, np.float32)
+    p = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+    while p < count_1[0]:
+        first, parts = part_U[key_P[p]] >> _COUNT_BITS, part_U[key_P[p]] & _COUNT_MASK
+        d = cuda.threadIdx.x * V
+        while parts > PART and (p - first) % PART == 0 and d < part_PD.shape[1]:
+            load(sum_V, part_PD, p, d)
+            for q in range(p + 1, min(p + PART, first + parts)):
+                load(x_V, part_PD, q, d)
+                for i in range(V):
+                    sum_V[i] = plus(sum_V[i], x_V[i])
+            store(part_PD, p, d, sum_V)
+            d += cuda.blockDim.x * V
+        p += cuda.gridDim.x * cuda.blockDim.y
+
+
 @cuda.inner
 def sum_segment(
     sum_V: Array, grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U: Array, part_PD: Array,
@@ -163,8 +185,9 @@ def sum_segment(
     begin, end = begin_U1[u], begin_U1[u + 1]
     if end - begin > PART:
         first, parts = part_U[u] >> _COUNT_BITS, part_U[u] & _COUNT_MASK
+        step = PART if parts > PART else 1
         load(sum_V, part_PD, first, d)
-        for p in range(first + 1, first + parts):
+        for p in range(first + step, first + parts, step):
             load(x_V, part_PD, p, d)
             for i in range(V):
                 sum_V[i] = plus(sum_V[i], x_V[i])
@@ -224,7 +247,7 @@ def segments_of(
 def _grouped(
     grad_NX: torch.Tensor, inverse_N: torch.Tensor, keys: int, bag_N: torch.Tensor | None,
     scale_N: torch.Tensor | None, gpu: "Gpu",
-) -> tuple[Any, ...]:  # fmt: skip
+) -> list[Any]:  # fmt: skip
     """Segments that no loop has written yet, and the arguments of each of `_loops_of`, which write them."""
     # The sort is stable, so that ids of one key stay in batch order; padding, -1, comes first and is in no range.
     sorted_N, order_N = torch.sort(inverse_N, stable=True)
@@ -236,16 +259,23 @@ def _grouped(
     scale_N = gpu.none(torch.float32) if scale_N is None else scale_N[order_N]
     order_N = order_N if bag_N is None else bag_N[order_N]
     segments = Segments(grad_NX, order_N, scale_N, begin_U1, part_U, gpu.empty(parts, dim, dtype=torch.float32))
-    begin = sorted_N, begin_U1, part_U, key_P, count_1
-    return (segments, begin) if parts == 0 else (segments, begin, (*segments, key_P, count_1))
+    args = [segments, (sorted_N, begin_U1, part_U, key_P, count_1)]
+    if parts > 0:
+        args.append((*segments, key_P, count_1))
+    if size > PART * PART:
+        args.append((part_U, segments.part_PD, key_P, count_1))
+    return args
 
 
 def _loops_of(segments: Segments, gpu: "Gpu", keys: int = 0) -> list[tuple[CudaLoop, "Grid"]]:
     """Loops that write segments, and their sums for so many keys, for `Gpu.run_in_turn`."""
-    loops, (parts, dim) = [(begin_loop, gpu.grid(segments.order_N.shape[0]))], segments.part_PD.shape
-    v = vector_width(dim, segments.grad_NX)
+    size, (parts, dim) = segments.order_N.shape[0], segments.part_PD.shape
+    loops, v = [(begin_loop, gpu.grid(size))], vector_width(dim, segments.grad_NX)
     if parts > 0:
         loops.append((sum_parts_loop.at(V=v, SCALED=segments.scaled), gpu.grid_of_rows(parts, dim // v)))
+    if size > PART * PART:
+        of_parts = vector_width(dim, segments.part_PD)
+        loops.append((join_parts_loop.at(V=of_parts), gpu.grid_of_rows(parts, dim // of_parts)))
     if keys > 0:
         loops.append((reduce_loop.at(V=v, SCALED=segments.scaled), gpu.grid_of_rows(keys, dim // v)))
     return loops

@@ -41,14 +41,28 @@ def test_up_to_a_part_sums_have_the_cpus_bits(gpu, ids, dim, dtype):
     assert finite_1 == [1] and finite_U.all()
 
 
-def test_a_hot_key_is_summed_in_parts_within_the_bound_and_always_to_the_same_bits(gpu):
+def in_turn(row_ND):
+    return np.add.accumulate(row_ND)[-1]
+
+
+def in_parts(row_ND):
+    """The sums of parts, one after the other."""
+    return np.stack([in_turn(part) for part in np.split(row_ND, range(PART, len(row_ND), PART))])
+
+
+def summed_at_once(gpu, grad_NX, inverse_N, keys):
+    return sum_grads_cuda(gpu.put(grad_NX), gpu.put(inverse_N), keys, gpu=gpu)[0].cpu().numpy()
+
+
+@pytest.mark.parametrize("most", [3 * PART + 1, PART * PART, PART * PART + 1, 2 * PART * PART + PART + 1])
+def test_a_hot_key_is_summed_in_parts_within_the_bound_and_always_to_the_same_bits(gpu, most):
     rng = np.random.default_rng(4)
-    id_N = np.array([0] * (3 * PART + 1) + [1] * (PART + 1) + [2] * PART + [3])
+    id_N = np.array([0] * most + [1] * (PART + 1) + [2] * PART + [3])
     id_N = id_N[rng.permutation(len(id_N))]
     grad_ND = rng.normal(0, 1, (len(id_N), 4)).astype(np.float32)
     inverse_N, expected_UD, _ = on_cpu(grad_ND, id_N, None)
     found_UD, _ = reduced(gpu, grad_ND, inverse_N, 4)
-    assert found_UD.tobytes() == reduced(gpu, grad_ND, inverse_N, 4)[0].tobytes()
+    assert found_UD.tobytes() == summed_at_once(gpu, grad_ND, inverse_N, 4).tobytes()
     for u in range(4):
         terms = grad_ND[inverse_N == u].astype(np.float64)
         bound = len(terms) * 2.0**-24 * np.abs(terms).sum(0)
@@ -56,10 +70,10 @@ def test_a_hot_key_is_summed_in_parts_within_the_bound_and_always_to_the_same_bi
         if len(terms) <= PART:
             assert found_UD[u].tobytes() == expected_UD[u].tobytes()
         else:
-            in_parts = [
-                np.add.accumulate(part)[-1] for part in np.split(grad_ND[inverse_N == u], range(PART, len(terms), PART))
-            ]
-            assert found_UD[u].tobytes() == np.add.accumulate(np.stack(in_parts))[-1].tobytes()
+            parts_PD = in_parts(grad_ND[inverse_N == u])
+            if len(parts_PD) > PART:
+                parts_PD = in_parts(parts_PD)
+            assert found_UD[u].tobytes() == in_turn(parts_PD).tobytes()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
