@@ -18,7 +18,7 @@ A check that waits comes after the whole backward pass was launched, and costs w
 
 What keeps a step out of a CUDA graph: places that the host reads (the list above); the time of use, the number of the
 step and rates, which are arguments of launches; events and `record_stream` of `StreamOrder`, between streams; slabs
-that move when they grow; copies to page-locked memory that is new in each step.
+that move when they grow; page-locked memory in which loops tell the host numbers, another in each step (later.py).
 """
 
 import functools
