@@ -254,11 +254,13 @@ def _grouped(
     size, dim = order_N.shape[0], grad_NX.shape[1]
     # An upper bound: a key that has parts has more than PART occurrences, so at least PART / 2 for each part.
     parts = 2 * size // PART if size > PART else 0
-    begin_U1, part_U = gpu.empty(keys + 1, dtype=torch.int64), gpu.empty(keys, dtype=torch.int64)
-    key_P, count_1 = gpu.empty(parts, dtype=torch.int64), gpu.filled(1)
+    empty, int64, device = torch.empty, torch.int64, gpu.device
+    begin_U1, part_U = empty(keys + 1, dtype=int64, device=device), empty(keys, dtype=int64, device=device)
+    key_P, count_1 = empty(parts, dtype=int64, device=device), gpu.filled(1)
     scale_N = gpu.none(torch.float32) if scale_N is None else scale_N[order_N]
     order_N = order_N if bag_N is None else bag_N[order_N]
-    segments = Segments(grad_NX, order_N, scale_N, begin_U1, part_U, gpu.empty(parts, dim, dtype=torch.float32))
+    part_PD = empty(parts, dim, dtype=torch.float32, device=device)
+    segments = Segments(grad_NX, order_N, scale_N, begin_U1, part_U, part_PD)
     args = [segments, (sorted_N, begin_U1, part_U, key_P, count_1)]
     if parts > 0:
         args.append((*segments, key_P, count_1))

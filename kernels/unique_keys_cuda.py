@@ -199,8 +199,13 @@ def unique_keys_cuda(
     size = id_N.shape[0]
     if size > _IDS_MAX:
         raise ValueError(f"a lookup on a GPU must have at most {_IDS_MAX} ids, got {size}; divide the batch")
-    id_U, head_U, inverse_N = gpu.empty(3, size, dtype=torch.int64).unbind()
-    table_U, narrow_N = gpu.empty(2, size, dtype=torch.int32).unbind()
+    empty, device = (
+        torch.empty,
+        gpu.device,
+    )  # Memory of its own for each array takes less time than views of one memory.
+    table_U, id_U = empty(size, dtype=torch.int32, device=device), empty(size, dtype=torch.int64, device=device)
+    head_U, inverse_N = empty(size, dtype=torch.int64, device=device), empty(size, dtype=torch.int64, device=device)
+    narrow_N = empty(size, dtype=torch.int32, device=device)
     size_2 = gpu.filled(2) if size_2 is None else size_2
     if size > 0:
         scratch = _scratch_for(size, gpu)

@@ -86,7 +86,10 @@ class NullGpu(Gpu):
     def _write(self, loop, args):
         name = loop.function.__name__ if self.writes else ""
         if name == "collect_loop":
-            named(loop, args)["size_2"][0] = self.unique
+            found = named(loop, args)
+            found["size_2"][0] = self.unique
+            for array in ("table_U", "id_U", "head_U", "inverse_N", "narrow_N"):
+                found[array].zero_()
         elif name == "acquire_loop":
             slot_U, count_4 = (named(loop, args)[name] for name in ("slot_U", "count_4"))
             torch.arange(self.unique, out=slot_U[: self.unique])
