@@ -117,7 +117,7 @@ RESULTS = benchmarks/results
 bench-tables: $(call ready,bench)  ## Measure what the tables of docs/benchmarks.md say, and write them.
 	$(RUN) benchmarks/bench_embedding_step.py --runs 20 --out $(RESULTS)/embedding_step.json
 	$(RUN) benchmarks/bench_embedding_step.py --optimizer row_wise_adagrad --batch 1 16 256 4096 65536 --out $(RESULTS)/batch_sizes.json
-	for bench in small_step lookup_threads dense_share longest_steps scale_out persistent_table loader serving_lag publish; do \
+	for bench in small_step lookup_threads dense_share longest_steps scale_out persistent_table loader serving_lag publish gpu_host; do \
 		$(RUN) benchmarks/bench_$$bench.py --out $(RESULTS)/$$bench.json || exit 1; done
 	$(RUN) benchmarks/readme_tables.py
 	$(RUN) benchmarks/draw_results.py

@@ -82,7 +82,7 @@ def _made(name: str, results: Path) -> str:
     try:
         rows = rows_of(found["cases"])
         about = found["about"]
-        gpu = f"{about['gpu']}, CUDA {about['cuda']}, " if "gpu" in about else ""
+        gpu = f"{about['gpu']}, CUDA {about['cuda']}, " if "cuda" in about else ""
         machine = f"{gpu}{about['cpu']}, {about['cores']} cores, Python {about['python']}, torch {about['torch']}."
     except KeyError as error:
         raise TableError(f"{file} has no {error}: it is of another version of its benchmark; run that anew") from None
@@ -216,6 +216,11 @@ def _gpu(cases: Sequence[Case]) -> list[list[str]]:
     ]  # fmt: skip
 
 
+def _gpu_host(cases: Sequence[Case]) -> list[list[str]]:
+    figures = "host_us", "torch_us", "oneemb_us", "loops_us", "launches", "waits"
+    return [[case["what"], *(str(case[figure]) for figure in figures)] for case in cases]
+
+
 def _ms(value: float) -> str:
     """Three digits."""
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
@@ -230,6 +235,7 @@ TABLES: dict[str, tuple[list[str], Callable[[Sequence[Case]], list[list[str]]]]]
     "longest_steps": (["store", "policy", "slots", "median, ms", "p99 / median", "longest / median"], _longest_steps),
     "scale_out": (["case", "system", "ms a step", "oneemb's share", "MB sent by each"], _scale_out),
     "gpu": (["store", "optimizer", "oneemb, ms", "nn.EmbeddingBag, sparse", "dense", "loops", "waits"], _gpu),
+    "gpu_host": (["what", "host, µs", "torch's", "oneemb's", "loops", "launches", "waits"], _gpu_host),
     "loader": (["loader", "rows a second of processor time", "of the step's"], _loader),
     "serving_lag": (["rows", "step to served row, s", "p99", "whole file, s", "p99 of lookups meanwhile / otherwise",
                      "one layer / whole file, p50 (p99)", "four layers / whole file"], _serving_lag),

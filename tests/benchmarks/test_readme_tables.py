@@ -87,6 +87,7 @@ TINY = {
     "longest_steps": ["--slots", "20000", "--batch", "16", "--steps", "3"],
     "loader": ["--rows", "5000", "--turns", "1"],
     "publish": ["--rows", "2000", "--turns", "1"],
+    "gpu_host": ["--tables", "3", "--runs", "20"],
     "serving_lag": ["--rows", "20000", "--deltas", "2", "--calls", "200"],
     "persistent_table": ["--rows", "150000", "--rounds", "2", "--blocks", "4096", "--puts", "9",
                          "--peers"],
@@ -106,6 +107,8 @@ def test_each_benchmark_writes_what_its_table_is_made_of(name, tmp_path):
     command = [sys.executable, ROOT / "benchmarks" / f"bench_{bench}.py", *TINY[name], "--out", out]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    if "no C compiler" in done.stdout:
+        pytest.skip(done.stdout.strip())
     made = filled(f"<!-- table: {name} -->\n<!-- end of table -->\n", tmp_path)
     cases = json.loads(out.read_text())["cases"]
     assert made.count("\n| ") == 2 + len(cases) and cases
