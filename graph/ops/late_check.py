@@ -144,8 +144,8 @@ def resolve_all(grads: Iterable[RowGrads]) -> None:
 def late_check_of(
     steps: Sequence[Any], row_optimizers: Sequence[RowOptimizer], grads: Sequence[RowGrads], more: Counts = ()
 ) -> LateCheck | None:
-    """The check of the stores of a step, which it begins; None = the host has to wait. Earlier steps of these stores
-    are checked, as far as the host knows without a wait.
+    """The check of the stores of a step, which it begins, also for the torch optimizers of the step; None = the host
+    has to wait. Earlier steps of these stores are checked, as far as the host knows without a wait.
 
     Args:
         steps: optimizers of the step: `RowStep`.
@@ -171,7 +171,9 @@ def late_check_of(
     counts: list[tuple[Any, str]] = [(store, "step") for store in stores]
     counts += [(step, "taken") for step in steps]
     counts += more
-    first.begin(grads, dense, counts)
+    first.begin(grads, [grad for grads_of_step in dense.values() for grad in grads_of_step], counts)
+    for step in dense:
+        step.begin_late(first)
     return first
 
 
@@ -190,12 +192,12 @@ def _stores_to_check(grads: Sequence[RowGrads], backend: Any) -> dict[Any, None]
     return stores
 
 
-def _dense_to_check(steps: Sequence[Any], backend: Any) -> list[torch.Tensor] | None:
-    """The gradients of dense parameters; None = the host has to know whether they are finite. The gradients of rows
-    must have left the weights before."""
-    found: list[torch.Tensor] = []
+def _dense_to_check(steps: Sequence[Any], backend: Any) -> dict[Any, list[torch.Tensor]] | None:
+    """The gradients of dense parameters of each step that has some; None = the host has to know whether they are
+    finite. The gradients of rows must have left the weights before."""
+    found: dict[Any, list[torch.Tensor]] = {}
     for step in steps:
-        optimizer, before = step.optimizer, len(found)
+        optimizer = step.optimizer
         if step.skip_nonfinite or hasattr(optimizer, "found_inf"):
             return None
         for group in optimizer.param_groups:
@@ -206,8 +208,8 @@ def _dense_to_check(steps: Sequence[Any], backend: Any) -> list[torch.Tensor] | 
                     return None
                 if not _has_state(optimizer, parameter):
                     return None  # A first step that is left out may leave a state of torch's without initial values.
-                found.append(dense)
-        if len(found) > before and not _asks_device(optimizer):
+                found.setdefault(step, []).append(dense)
+        if step in found and not _asks_device(optimizer):
             return None  # It would write numbers that are not finite.
     return found
 

@@ -204,9 +204,7 @@ def check_finite(
     if any(grad.store.backend.waits for grad in present):
         if late is None:
             resolve_all(present)
-        elif (check := late_check_of(optimizers, row_optimizers, present, late)) is not None:
-            for optimizer in optimizers:
-                cast(Any, optimizer).begin_late(check)  # of a `RowStep`
+        elif late_check_of(optimizers, row_optimizers, present, late) is not None:
             return None
     found = None if _surely_finite(optimizers, present) else _find_nonfinite(optimizers, present)
     if found is None:

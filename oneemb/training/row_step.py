@@ -218,11 +218,7 @@ class RowStep:
     def begin_late(self, check: ops.LateCheck) -> None:
         """Let the torch optimizer write nothing where `check` finds a gradient that is not finite, until `end_late`."""
         optimizer: Any = self.optimizer
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    optimizer.found_inf, optimizer.grad_scale, self._is_late = check.found_inf(), None, True
-                    return
+        optimizer.found_inf, optimizer.grad_scale, self._is_late = check.found_inf(), None, True
 
     def end_late(self) -> None:
         """End the step that `begin_late` has begun."""
