@@ -106,7 +106,8 @@ class Gpu:
         self._nothing: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._told: dict[int, list[Told]] = {}
         """{number of numbers: free memory}"""
-        self._told_of_all: list[torch.Tensor] = []  # which keep all of it
+        self._told_of_all: list[torch.Tensor] = []
+        """All memory of `told`, free or not."""
         self.stream_now: Callable[[], int] = int  # which returns 0
         """Returns the handle of the current stream."""
 
@@ -287,7 +288,7 @@ class Gpu:
 
     def _repeat(self, key: Hashable, args: Sequence[tuple]) -> bool:
         """Repeat a launch with these arguments of each loop. False = the thread has no launch with this key to repeat,
-        or a number has another type than there, or a tensor is not `kept` as there."""
+        or a number has another type than in that launch, or a tensor that was `kept` there is not."""
         again = cuda_driver.arguments.repeated.get(key)
         if again is None or again.is_busy:
             return False
@@ -311,10 +312,11 @@ class Gpu:
         try:
             for (loop, grid), args_of_loop in zip(loops, args, strict=True):
                 launched.append(self._packed(loop, grid, args_of_loop, launched))
+            # Made before the launch: an error, of memory for example, has launched nothing.
+            again = Repeated(launched, args) if key is not None and self._is_second(key) else None
             self._driver.launch(launched, self.stream_now())
-            if key is not None and self._is_second(key):
-                cuda_driver.arguments.repeated[key] = Repeated(launched, args)
-                launched = []
+            if again is not None:
+                cuda_driver.arguments.repeated[key], launched = again, []
         finally:
             cuda_driver.arguments.free += [one.own for one in launched]
 

@@ -89,6 +89,10 @@ def test_an_error_among_loops_that_are_launched_together_names_its_loop_and_stop
         assert (launched, context) == (2, None)
 
 
+def test_a_call_that_fails_for_want_of_memory_has_launched_nothing(counted):
+    assert counted["launches without memory"] == [1, 0, 1, 1]
+
+
 def test_a_driver_that_takes_no_cubin_gets_ptx(counted):
     assert counted["errors"]["code of another driver"] == "" and counted["errors"]["loads"] == 2
 

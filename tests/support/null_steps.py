@@ -3,6 +3,7 @@
 Its driver is that of null_gpu.build, first in LD_LIBRARY_PATH; it takes the folder for rows.
 """
 
+import contextlib
 import ctypes
 import json
 import sys
@@ -14,7 +15,7 @@ from null_gpu import NullDriver, NullGpu, make_default
 from numba.cuda import dispatcher
 
 import oneemb
-from oneemb.kernels import cuda_driver, jit_cuda
+from oneemb.kernels import cuda_driver, jit_cuda, launch
 from oneemb.kernels.cuda_arguments import parameter_bytes, signature_of
 from oneemb.kernels.slots_cuda import count_pinned_loop, release_loop
 
@@ -143,6 +144,7 @@ def main(folder):
     counted["nested"] = nested(driver, gpu), nested_in_repeat(driver, gpu)
     counted["kept in turn"] = kept_in_turn(driver, gpu)
     counted["an error among three"] = [error_among_three(driver, gpu) for _ in range(3)]
+    counted["launches without memory"] = launches_without_memory(driver, gpu)
     print(json.dumps(counted))
 
 
@@ -235,6 +237,22 @@ def error_among_three(driver, gpu):
     found = text, driver.count("cuLaunchKernel") - before, driver.context()
     driver.cuda.cuCtxSetCurrent(ctypes.c_void_p(gpu.context))
     gpu.run_in_turn(lambda: loops, *args, shapes="three")
+    return found
+
+
+def launches_without_memory(driver, gpu):
+    """Number of launches of each of four calls with one key, the second without memory for what is kept of it."""
+    found, kept = [], launch.Repeated
+
+    def fails(*_):
+        raise MemoryError
+
+    for call in range(4):
+        before = driver.count("cuLaunchKernel")
+        launch.Repeated = fails if call == 1 else kept
+        with contextlib.suppress(MemoryError):
+            gpu.run(release_loop, 2, torch.arange(2), torch.zeros(2, dtype=torch.int32), shapes="no memory")
+        found.append(driver.count("cuLaunchKernel") - before)
     return found
 
 
