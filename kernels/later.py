@@ -3,8 +3,8 @@
     told_X = (numbers..., 0)       in page-locked memory of the host, whose address is valid on the device
     told_X = (numbers..., 1)       once the loop has written them: first the numbers, then the mark
 
-Invariant: memory that a loop may still write goes to nobody else. It is free again when the host has read the numbers;
-where the host never reads them it stays taken, and no memory is given back.
+Invariant: memory that a loop may still write goes to no other loop. It is free again when the host has read the
+numbers; where the host never reads them it stays taken. None of it goes back to torch, which would not wait for loops.
 """
 
 import torch
@@ -38,7 +38,7 @@ class Later:
     @property
     def ready(self) -> bool:
         """Whether `values` would not wait."""
-        return self._memory[1][self._size] != 0
+        return self._values is not None or self._memory[1][self._size] != 0
 
     def values(self) -> list[int]:
         """The numbers; the host waits until they have come."""

@@ -38,6 +38,7 @@ def test_memory_is_free_again_when_its_numbers_have_been_read_and_not_before(gpu
     later.values()
     again = Later(gpu, 1)
     assert again.told_X.data_ptr() == later.told_X.data_ptr() and not again.ready
+    assert later.ready and later.values() == [1]
 
 
 def test_numbers_that_no_loop_tells_are_an_error_after_one_wait(gpu):
