@@ -24,7 +24,7 @@ hidden_from_modes = torch._C._DisableTorchDispatch
 """Block in which torch's dispatch modes see no op. Selective activation checkpointing is a mode that counts ops; a
 lookup repeated in the backward pass runs other ops than the first lookup, so the mode would mix up their results."""
 SEEN_BY_NO_MODE = contextlib.nullcontext()
-"""Block of a lookup without such modes, which takes less time than to hide it."""
+"""Block for a lookup without such modes: there is nothing to hide, and it takes less time."""
 
 _STAND_INS = {"FakeTensor", "FunctionalTensor"}
 """Names of the classes of tensors without values that exporters use."""
@@ -60,7 +60,7 @@ def _is_traced_before_dispatch() -> bool:
 
 def refuse_tracers(embedding: torch.nn.Module, ids: object) -> bool:
     """Raise RuntimeError if torch records or transforms a lookup: a recording would hold the rows as constants. Returns
-    whether modes of torch may see ops of the lookup."""
+    whether there are modes of torch that would see ops of the lookup."""
     plain = type(ids) is torch.Tensor and _tracing_state() is None and _transform() is None
     if plain and not _dispatch_modes() and not _function_modes():
         return False  # Most lookups return here. Every lookup pays for the calls above, so they are few.

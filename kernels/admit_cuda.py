@@ -22,7 +22,7 @@ from oneemb.kernels.unique_keys_cuda import DeviceKeys
 
 
 class TierArrays(NamedTuple):
-    """Arrays of a tier of S slots, some of which are others when the tier has grown."""
+    """Arrays of a tier of S slots. A tier that grows replaces some of them."""
 
     row_SW: torch.Tensor
     table_S: torch.Tensor
@@ -105,8 +105,8 @@ def admit_loop(
 
 
 class DeviceAdmission:
-    """Lookups in a tier whose new keys get rows without the host. Arguments that are the same for many lookups are put
-    together once.
+    """Acquires keys in a tier, where new keys get rows without the host. Arguments that are the same for many lookups
+    are put together once.
 
     Args:
         arrays: the arrays of the tier as they are now.
@@ -133,9 +133,9 @@ class DeviceAdmission:
         self, keys: DeviceKeys, slot_U: torch.Tensor, count_4: torch.Tensor, later: Later, free_2: torch.Tensor,
         next_2: torch.Tensor, tick: int, score: int,
     ) -> None:  # fmt: skip
-        """Write the slots of keys, which are pinned, into slot_U; `later` is told count_4; other arguments as of the
-        loops. Launches of a tier must
-        come on the device one after the other. An error that is not the driver's has launched nothing."""
+        """Write the pinned slots of keys into slot_U, and tell `later` count_4; other arguments as of the loops. The
+        device must run the calls for one tier one after the other. An error that is not the driver's has launched
+        nothing."""
         gpu, size = self._gpu, slot_U.shape[0]
         if size != self._size:
             self._count_B, self._size = gpu.kept(self.arrays.count_X[: gpu.shares(size)[0]]), size

@@ -47,8 +47,8 @@ def look_up_loop(
     """out_ND[n] = weights of key u = inverse_N[n], zeros for padding. u = n if the length of inverse_N is 0.
 
     An id whose key has no row is listed, in any order: its place n in absent_R, u in key_R.
-    count_5: number of ids that are listed, added up; then as count_4 of `acquire_loop`; a key without a row counts once
-    if head_U says where each key is first, else at each of its ids.
+    count_5: number of ids that are listed, counted up from 0; then four numbers as count_4 of `acquire_loop`, where a
+    key without a row counts once if head_U says where each key is first, else at each of its ids.
     """
     dim = out_ND.shape[1]
     n = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
@@ -85,8 +85,8 @@ def look_up_cuda(
     later: "Later", *, gpu: Gpu,
 ) -> ListedSlots:  # fmt: skip
     """Write the weights of each id of a batch into out_ND, zeros for padding, from the rows that an index finds.
-    Returns the rows of out_ND whose keys have no row, to be written by `init_rows_cuda`, whose loop then tells `later`
-    count_5 of `look_up_loop`."""
+    Returns the rows of out_ND whose keys have no row: `init_rows_cuda` writes them, and its loop tells `later` count_5
+    of `look_up_loop`."""
     size, dim = out_ND.shape
     absent_R, key_R = gpu.empty(2, size, dtype=torch.int64).unbind()
     count_5 = gpu.filled(5)
@@ -104,8 +104,8 @@ def look_up_cuda(
 def gather_cuda(
     weight_SX: torch.Tensor, slot_U: torch.Tensor, inverse_N: torch.Tensor, out_ND: torch.Tensor, *, gpu: Gpu
 ) -> None:
-    """out_ND[n] = the weights in slot `slot_U[inverse_N[n]]`, zeros where `inverse_N[n]` is -1. out_ND begins where
-    torch has allocated memory."""
+    """out_ND[n] = the weights in slot `slot_U[inverse_N[n]]`, zeros where `inverse_N[n]` is -1. out_ND: rows from
+    the beginning of memory that torch has allocated, which is aligned."""
     size, dim = out_ND.shape
 
     def loops() -> Loops:

@@ -4,9 +4,9 @@
     of bags:     sum of scale_N[n] * grad_PX[bag of n]
 
 Invariant: the order of the sum is a function of the batch alone. Up to 64 occurrences are summed in batch order, as
-on the CPU and to the same bits. A key with more is summed in parts of 64, and the parts in order, more than 64 of them
-by 64 at a time first: no thread walks the whole chain of a hot key. Each of these sums of k terms is within k * 2^-24 *
-(sum of |g|) of the exact one.
+on the CPU and to the same bits. More are summed in parts of 64 occurrences, and then the parts in order. If there are
+more than 64 parts, each 64 of them are summed first, and then these sums in order: no thread walks the whole chain of a
+hot key. In each case the sum of k gradients is within k * 2^-24 * (sum of |g|) of the exact one.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,7 +46,8 @@ class Segments(NamedTuple):
     """int64 [U]: 2 ** 26 times the first of a key's parts in part_PD, plus the number of its parts; any number for a
     key of at most one part"""
     part_PD: torch.Tensor
-    """float32 [P, D]: the sums of parts; of a key with more than `PART` parts, of so many from every `PART`-th on"""
+    """float32 [P, D]: the sums of parts. If a key has more than `PART` parts, each `PART`-th place of the key, from the
+    first on, has the sum of `PART` parts instead"""
 
     @property
     def shape(self) -> tuple[int, int]:

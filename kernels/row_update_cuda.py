@@ -303,7 +303,8 @@ def run_row_update_cuda(
     """Run an update's loop over all rows of slot_U.
 
     Args:
-        grad: gradients, float32 [U, D], which begin where torch has allocated memory; or the segments of the U keys.
+        grad: gradients, float32 [U, D], from the beginning of memory that torch has allocated, which is aligned; or
+            the segments of the U keys.
         go_1: int64 [1] on the device: 0 = leave the rows as they are; None = go.
         dirty_S: bool [S]: dirty bits, which the loop sets; None = none.
     """

@@ -158,8 +158,8 @@ class _Scratch:
         """For the next batch, of `size` ids: its number, in the upper bits; bits of the number of ids of a thread;
         cell_C, and cell_N, rank_N and count_B."""
         if self._batches == _BATCHES_MAX:
-            self._batches = 0
             self._cell_C.zero_()
+            self._batches = 0
         self._batches += 1
         if size != self._size:
             blocks, bits = self._gpu.shares(size)
@@ -199,10 +199,8 @@ def unique_keys_cuda(
     size = id_N.shape[0]
     if size > _IDS_MAX:
         raise ValueError(f"a lookup on a GPU must have at most {_IDS_MAX} ids, got {size}; divide the batch")
-    empty, device = (
-        torch.empty,
-        gpu.device,
-    )  # Memory of its own for each array takes less time than views of one memory.
+    # An array of its own takes the host less time than a view.
+    empty, device = torch.empty, gpu.device
     table_U, id_U = empty(size, dtype=torch.int32, device=device), empty(size, dtype=torch.int64, device=device)
     head_U, inverse_N = empty(size, dtype=torch.int64, device=device), empty(size, dtype=torch.int64, device=device)
     narrow_N = empty(size, dtype=torch.int32, device=device)

@@ -340,7 +340,7 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
     store, (row_optimizer, options) = grads.store, rows
     if groups:
         options = [groups.get(id(group), group) if group else group for group in options]
-        for group in filter(None, options):  # `check_finite` has checked the current ones.
+        for group in filter(None, options):  # `check_finite` has checked the options before hooks ran.
             row_optimizer.check(group)
     for member in grads.stores:
         member.store_lock.check(changes=True)

@@ -159,7 +159,7 @@ def while_held(locks: Iterable[Any], call: Callable[[], T]) -> T:
 
     Interrupts come only between instructions of Python. `extend` takes each lock and records it in one instruction, and
     `deque` releases all locks in one. With an ExitStack an interrupt could leave a lock taken, and a thousand nested
-    `with` blocks overflow Python's stack. A single lock needs nothing of this.
+    `with` blocks overflow Python's stack. For a list of one lock a `with` block is enough.
     """
     if isinstance(locks, list) and len(locks) == 1:
         with locks[0]:

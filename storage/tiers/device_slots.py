@@ -76,7 +76,7 @@ class _PendingLookup(NamedTuple):
     """A lookup of which the host does not know yet how many of its keys missed."""
 
     counts: Later
-    """`count_4` of `acquire_loop`, or `count_5` of `look_up_loop`, whose last four numbers are alike."""
+    """`count_4` of `acquire_loop`, or `count_5` of `look_up_loop`: their last four numbers mean the same."""
     keys: int
     """Number of keys that may have got a slot, at most."""
     admits: bool
@@ -111,7 +111,8 @@ class DeviceSlots(MemoryTier):
     _ahead_failed: int
     """Number of slots when there was no memory for more than were needed; -1 = there was."""
     _admission: tuple[InitRows, DeviceAdmission] | None
-    """`init_rows`, and an `DeviceAdmission` for it and the arrays of this tier; either may have been replaced since."""
+    """A `DeviceAdmission`, and the `init_rows` for which it was made; these, or arrays of the tier, may have been
+    replaced since. None = it is still to be made."""
     use_score: float
     """Number that a use counts now, for "lfu": see oneemb.storage.tiers.hot_tier."""
 

@@ -31,11 +31,8 @@ def test_gathered_bits_are_the_slabs(gpu, dim, dtype):
 
 
 def test_a_slab_that_is_not_aligned_is_gathered_one_weight_at_a_time(gpu):
-    words, slot_U, inverse_N = (
-        gpu.put(np.arange(41, dtype=np.float32)),
-        gpu.put(np.array([3, 1])),
-        gpu.put(np.arange(2)),
-    )
+    words, slot_U = gpu.put(np.arange(41, dtype=np.float32)), gpu.put(np.array([3, 1]))
+    inverse_N = gpu.put(np.arange(2))
     for slab in (words[:-1].view(5, 8), words[1:].view(5, 8)):  # of the same shape, one after the other
         out = gpu.full(2, 8, value=-1, dtype=torch.float32)
         gather_cuda(slab, slot_U, inverse_N, out, gpu=gpu)

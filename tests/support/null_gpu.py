@@ -16,7 +16,7 @@ from oneemb.kernels import launch
 from oneemb.kernels.launch import Gpu
 
 TELLING = {"admit_loop": "count_4", "init_loop": "count_X", "check_sum_loop": "go_1"}
-"""Loops that tell the host numbers, and which."""
+"""{loop that tells the host numbers: its argument with these numbers}"""
 
 SOURCE = Path(__file__).parent / "null_driver.c"
 
