@@ -97,8 +97,9 @@ def main(folder):
     embedding.store.form.move_to(torch.device("cuda"))
     optimizer = oneemb.Optimizer(torch.optim.Adam([embedding.weight]), [embedding], check_in_step=False)
     ids, grad = torch.arange(BATCH * TABLES).reshape(BATCH, TABLES) % 10, torch.ones(BATCH, TABLES, DIM)
+    many_ids, many_grads = ids.repeat(32, 1), grad.repeat(32, 1, 1)
 
-    def step():
+    def step(ids=ids, grad=grad):
         embedding(ids).backward(grad)
         optimizer.step()
         optimizer.zero_grad()
@@ -133,6 +134,7 @@ def main(folder):
     step()
     gpu.missing = 0
     count("step", step)
+    count("step of many ids", lambda: step(many_ids, many_grads))
     embedding.eval()
     count("eval", evaluate)
     release(gpu)
