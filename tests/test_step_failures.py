@@ -88,6 +88,25 @@ def test_a_scheduler_that_fails_leaves_a_step_that_is_made_and_counted(merged):
     assert fails.steps == works.steps == all_modules[0]["embedding"].stats()["step"] == 4
 
 
+def test_an_option_that_a_hook_changes_and_rows_cannot_follow_leaves_the_rows_in_order():
+    embedding = make_embedding()
+    dense = torch.optim.SGD([embedding.weight], lr=0.1)
+    optimizer = oneemb.Optimizer(dense, [embedding])
+
+    def change(optimizer, *_):
+        optimizer.param_groups[0]["momentum"] = 0.9
+
+    handle, before = dense.register_step_pre_hook(change), embedding(IDS).detach()
+    embedding(IDS).sum().backward()
+    with pytest.raises(ValueError, match="momentum must stay off"):
+        optimizer.step()
+    assert torch.equal(embedding(IDS), before) and embedding.stats()["step"] == 0
+    handle.remove()
+    dense.param_groups[0]["momentum"] = 0
+    optimizer.step()
+    assert not torch.equal(embedding(IDS), before) and embedding.stats()["step"] == 1
+
+
 @pytest.mark.parametrize("merged", [False, True])
 def test_what_nobody_can_hold_back_in_an_update_breaks_every_embedding_of_the_step(merged):
     """Such as an exception that another thread puts there: it may have come between the rows of two embeddings."""

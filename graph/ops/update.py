@@ -331,6 +331,7 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
         groups: options of the param groups, from `step`; None = the current options.
 
     Raises:
+        ValueError: a hook has changed an option in a way that the rows cannot follow; no row has changed.
         StorageError: the rows were replaced since the lookup; nothing has changed.
     """
     # One param group trains all merged stores, so the first store answers for all.
