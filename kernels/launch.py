@@ -152,12 +152,15 @@ class Gpu:
     def filled(self, size: int, value: int = 0) -> torch.Tensor:
         """A few int64 numbers on the device, for this caller alone. Memory is filled for many calls at a time."""
         key = self.stream_now(), size, value
-        found = self._buffers.filled.get(key)
-        if not found:
+        filled = self._buffers.filled
+        try:
+            return filled[key].pop()
+        except (KeyError, IndexError):
             with torch.inference_mode(False):
                 many = torch.full((_SMALL, size), value, dtype=torch.int64, device=self.device)
-            found = self._buffers.filled[key] = list(many.unbind())
-        return found.pop()
+            first, *others = many.unbind()
+            filled[key] = others
+            return first
 
     @property
     def scratch(self) -> dict[Any, Any]:
@@ -323,7 +326,10 @@ class Gpu:
     def _packed(self, loop: CudaLoop, grid: Grid, args: tuple, after: Sequence[Launched]) -> Launched:
         """A launch of a loop with these arguments, after others, still to be made."""
         free = cuda_driver.arguments.free
-        own = free.pop() if free else cuda_driver.Arguments()
+        try:
+            own = free.pop()
+        except IndexError:
+            own = cuda_driver.Arguments()
         try:
             kernels = self._kernels.get(loop) or []
             for kernel in kernels:

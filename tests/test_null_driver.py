@@ -106,3 +106,8 @@ def test_a_launch_leaves_the_context_of_its_thread(counted):
 
 def test_a_launch_within_a_launch_leaves_its_arguments(counted):
     assert counted["nested"] == [True, True]
+
+
+def test_launches_within_a_launch_at_any_call_leave_its_arguments(counted):
+    same, launches = counted["nested anywhere"]
+    assert same and launches > 500

@@ -5,6 +5,7 @@ Its driver is that of null_gpu.build, first in LD_LIBRARY_PATH; it takes the fol
 
 import contextlib
 import ctypes
+import itertools
 import json
 import sys
 import threading
@@ -70,13 +71,18 @@ def same_words(signature, args, ours, numbas):
     return not differ
 
 
+def is_of_launches(frame):
+    """Whether a frame is that of a function in the files of launches."""
+    name = frame.f_code.co_filename
+    return name.endswith("kernels/launch.py") or "kernels/cuda_" in name or name == "<string>"
+
+
 def python_calls(call):
     """Calls of functions in the files of launches."""
     found = []
 
     def note(frame, event, _):
-        name = frame.f_code.co_filename
-        if event == "call" and (name.endswith("kernels/launch.py") or "kernels/cuda_" in name or name == "<string>"):
+        if event == "call" and is_of_launches(frame):
             found.append(frame.f_code.co_name)
 
     sys.setprofile(note)
@@ -144,6 +150,7 @@ def main(folder):
     counted["errors"] = errors(driver, gpu)
     counted["threads"] = threads(driver, gpu)
     counted["nested"] = nested(driver, gpu), nested_in_repeat(driver, gpu)
+    counted["nested anywhere"] = nested_anywhere(driver, gpu)
     counted["kept in turn"] = kept_in_turn(driver, gpu)
     counted["an error among three"] = [error_among_three(driver, gpu) for _ in range(3)]
     counted["launches without memory"] = launches_without_memory(driver, gpu)
@@ -305,6 +312,42 @@ def nested(driver, gpu):
     gpu._kernels[release_loop] = kernels
     signature = signature_of((slots, pins))
     return same_words(signature, (slots, pins), driver.arguments(), Numba().arguments(signature, (slots, pins)))
+
+
+def nested_anywhere(driver, gpu):
+    """Whether launches, and requests for small arrays, that come in the middle of others, at any call, leave the
+    arguments of these; and the number of launches in the middle."""
+    pins, turn, same, inside, packed = torch.zeros(7, dtype=torch.int32), itertools.count(), [], [], []
+    launch = gpu._driver.launch
+
+    def launching(*args):
+        inside.append(True)
+        launch(*args)
+        packed.append(driver.arguments())
+        inside.pop()
+
+    def note(frame, event, _):
+        if is_of_launches(frame) and not inside:
+            inside.append(True)
+            gpu.filled(3)
+            gpu.run(release_loop, 2, torch.arange(2), pins, shapes=("in the middle", next(turn) // 3))
+            inside.pop()
+
+    gpu._driver.launch = launching
+    for size in range(60):
+        slots = torch.arange(1 + size % 6)
+        packed.clear()
+        sys.setprofile(note)
+        try:
+            gpu.filled(3)
+            gpu.run(release_loop, len(slots), slots, pins, shapes="around")
+        finally:
+            sys.setprofile(None)
+        signature = signature_of((slots, pins))
+        numbas = Numba().arguments(signature, (slots, pins))
+        same.append(any(same_words(signature, (slots, pins), ours, numbas) for ours in packed))
+    gpu._driver.launch = launch
+    return all(same), next(turn)
 
 
 def kept_in_turn(driver, gpu):
