@@ -7,6 +7,8 @@ Invariant: memory that a loop may still write goes to no other loop. It is free 
 numbers; where the host never reads them it stays taken. None of it goes back to torch, which would not wait for loops.
 """
 
+import threading
+
 import torch
 
 from oneemb.kernels.arrays import Array
@@ -26,10 +28,10 @@ def tell(number_X: Array, told_X: Array) -> None:
 
 
 class Later:
-    """A few int64 numbers that a loop on the device will `tell`."""
+    """A few int64 numbers that a loop on the current stream will `tell`. One thread at a time reads them."""
 
     def __init__(self, gpu: Gpu, size: int):
-        self._gpu, self._size = gpu, size
+        self._gpu, self._size, self._stream = gpu, size, gpu.stream_now()
         self._memory = gpu.told(size)
         self.told_X: torch.Tensor = self._memory[0]
         """The memory, for the loop."""
@@ -46,8 +48,9 @@ class Later:
             told, size = self._memory[1], self._size
             if not self.ready:
                 self._gpu.waits += 1
-                self._gpu.wait()
+                self._gpu.wait_for(self._stream)
                 assert told[size], "the device has done its work and told no numbers"
+            threading.Lock().acquire()  # Its barrier keeps a processor from reading the numbers before the mark.
             self._values = told[:size].tolist()
             self._gpu.give_back(self._memory)
         return self._values

@@ -231,6 +231,12 @@ class Gpu:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def wait_for(self, stream: int) -> None:
+        """Wait for all work that was launched on a stream, given by its handle."""
+        if self.device.type == "cuda":
+            default = torch.cuda.default_stream(self.device)  # whose handle torch takes for none
+            (torch.cuda.ExternalStream(stream, self.device) if stream else default).synchronize()
+
     # `shapes` of the calls below: a value that decides the shapes and dtypes of all arrays, and whether they are in C
     # order. None = nothing decides them, and the launch is never repeated.
 

@@ -182,6 +182,7 @@ class DeviceSlots(MemoryTier):
         admits_keys = hasattr(self.init_rows, "admission")
         if not self._resident or not admits_keys or slots > self.slots or len(self.pin_S) == self._ahead_failed:
             return
+        self._admission = None  # It holds cells that the index may replace, here and below.
         try:
             self._index.reserve(more)
             self._grow(slots, ahead=True)
@@ -336,6 +337,7 @@ class DeviceSlots(MemoryTier):
         if short > 0:
             self._evict(max(short, int(self.slots * _EVICT_SHARE)))
         self._grow(self._free.used + self._free.fresh(size))
+        self._admission = None
         self._index.reserve(size)
         return self._free.reserve(size, len(self.pin_S))
 

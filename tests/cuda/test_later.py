@@ -46,3 +46,17 @@ def test_numbers_that_no_loop_tells_are_an_error_after_one_wait(gpu):
     with pytest.raises(AssertionError, match="told no numbers"):
         later.values()
     assert gpu.waits == waits + 1
+
+
+def test_the_host_waits_for_the_stream_of_the_loop(gpu, monkeypatch):
+    waited_for, waits = [], gpu.waits
+
+    def wait_for(stream):
+        waited_for.append(stream)
+        later.told_X.copy_(torch.tensor([7, 1]))
+
+    monkeypatch.setattr(gpu, "wait_for", wait_for)
+    with monkeypatch.context() as at:
+        at.setattr(gpu, "stream_now", lambda: 5)
+        later = Later(gpu, 1)
+    assert later.values() == [7] and waited_for == [5] and gpu.waits == waits + 1
