@@ -230,3 +230,15 @@ def test_what_tables_of_one_embedding_cannot_have(tmp_path):
     before = ours.rows()
     torch.optim.SGD(ours.weights, lr=0.1).step()
     assert not torch.equal(ours.rows()[0], before[0])
+
+
+@pytest.mark.parametrize("first", ["old", "new"])
+def test_a_weight_that_an_embedding_had_before_may_stay_in_the_optimizer(first, tmp_path):
+    embedding = make_embedding(tmp_path / "rows", dim=DIM)
+    weights = [embedding.weight, torch.nn.Parameter(torch.empty(0, DIM))]
+    internals.stand_for_rows(embedding, torch.nn.ParameterList(weights[1:]))
+    before = rows_of(embedding, [1])
+    optimizer = oneemb.Optimizer(torch.optim.SGD(weights if first == "old" else weights[::-1], lr=0.5), [embedding])
+    embedding(torch.tensor([[1]])).sum().backward()
+    optimizer.step()
+    assert torch.equal(rows_of(embedding, [1]), before - 0.5)

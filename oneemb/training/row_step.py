@@ -64,6 +64,8 @@ def groups_of_rows(
         else:
             of_weights.setdefault(embedding, {})[id(weight)] = g
     for embedding, group_of_weight in of_weights.items():
+        if embedding in groups:
+            continue  # The other weight is one that it had before.
         weights_of_tables = embedding.weights
         missing = [
             t
