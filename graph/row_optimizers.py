@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Array
-from oneemb.kernels.backend import Backend, Segments
+from oneemb.kernels.backend import Backend
 from oneemb.kernels.rule_loops import RowUpdate
 from oneemb.kernels.update_adadelta import update_adadelta
 from oneemb.kernels.update_adagrad import update_adagrad
@@ -49,10 +49,18 @@ _IMPLEMENTATION = {"foreach", "fused", "capturable"}
 
 
 class RunUpdate(Protocol):
-    """Function that steps rows in place, with the arguments of `RowOptimizer.update`."""
+    """Function that steps rows."""
 
     def __call__(self, *rows: Array, state_begin: int, group: Group, step: int, backend: Backend) -> None:
-        """Step rows. `rows`: weight_SX, row_SW, slot_U, and grad_UD as an array or segments."""
+        """Step the rows in slot_U, in place.
+
+        Args:
+            rows: weight_SX, row_SW, slot_U, and grad_UD as an array or segments; as in oneemb.kernels.row_update.
+            state_begin: index of the first state word of a row.
+            group: the optimizer's current param group, which `RowOptimizer.check` has checked.
+            step: the optimizer's global step, from 1.
+            backend: backend of the device of the rows.
+        """
 
 
 @dataclass(frozen=True)
@@ -87,22 +95,6 @@ class RowOptimizer:
         """The state of a new row: float32 [state_width(dim)]."""
         weight_state = np.repeat(np.asarray(self.weight_state, np.float32), dim)
         return np.concatenate([weight_state, np.asarray(self.row_state, np.float32)])
-
-    def update(
-        self, weight_SX: Array, row_SW: Array, slot_U: Array, grad_UD: Array | Segments, *, state_begin: int,
-        group: Group, step: int, backend: Backend,
-    ) -> None:  # fmt: skip
-        """Step the rows in slot_U, in place.
-
-        Args:
-            weight_SX, row_SW, slot_U, grad_UD: as in oneemb.kernels.row_update.
-            state_begin: index of the first state word of a row.
-            group: the optimizer's current param group.
-            step: the optimizer's global step, from 1.
-            backend: backend of the device of the rows.
-        """
-        self.check(group)
-        self.run(weight_SX, row_SW, slot_U, grad_UD, state_begin=state_begin, group=group, step=step, backend=backend)
 
 
 def row_optimizer_of(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:

@@ -20,13 +20,6 @@ def test_numbers_come_after_the_loop_has_run(gpu, finite):
     assert later.values() == later.values() == [finite] and later.ready
 
 
-def test_a_loop_tells_nothing_where_the_host_does_not_wait_for_numbers(gpu):
-    later = Later(gpu, 1)
-    tell(gpu, None)
-    gpu.wait()
-    assert not later.ready
-
-
 def test_memory_is_free_again_when_its_numbers_have_been_read_and_not_before(gpu):
     later, dropped = Later(gpu, 1), Later(gpu, 1)
     unread = {later.told_X.data_ptr(), dropped.told_X.data_ptr()}
