@@ -280,4 +280,4 @@ def test_ftrl_at_rate_zero_is_an_error():
     rows, group = rows_of(Ftrl, lr=0.1)
     group["lr"] = 0.0
     with pytest.raises(ValueError, match="lr must be above 0"):
-        step(rows, group)
+        rows.check(group)
