@@ -27,7 +27,7 @@ from oneemb.kernels.reduce_grads_cuda import Segments, plus, sum_segment
 if TYPE_CHECKING:  # row updates of the CPU import this file, and must not load CUDA
     import torch
 
-    from oneemb.kernels.launch import Gpu
+    from oneemb.kernels.launch import Gpu, Loops
 
 V = 1
 
@@ -308,20 +308,32 @@ def run_row_update_cuda(
         go_1: int64 [1] on the device: 0 = leave the rows as they are; None = go.
         dirty_S: bool [S]: dirty bits, which the loop sets; None = none.
     """
-    dim = grad.shape[1]
+    rows, dim = slot_U.shape[0], grad.shape[1]
     none, no_scale, no_parts, no_dirty = gpu.nothing(dim)
-    # weight_SX and row_SW are views of one slab, so their rows are aligned alike.
-    v = vector_width(dim, weight_SX) if state_begin % 4 == 0 else 1
-    arrays: tuple[torch.Tensor, ...]
+    arrays: Segments | tuple[torch.Tensor, ...]
+    of_grad: tuple[object, ...]
     if isinstance(grad, Segments):
-        v = min(v, vector_width(dim, grad.grad_NX))
-        arrays, shapes, loop = grad, grad.shapes, loop.at(V=v, gradient=sum_segment, SCALED=grad.scaled)
+        arrays, of_grad = grad, (grad.shapes, grad.grad_NX.data_ptr() % 16)
     else:
-        arrays, shapes = (grad, none, no_scale, none, none, no_parts), (grad.shape, grad.is_contiguous())
-        loop = loop.at(V=v, gradient=given, SCALED=False)
+        arrays, of_grad = (grad, none, no_scale, none, none, no_parts), (grad.shape, grad.is_contiguous())
+
+    def loops() -> "Loops":
+        # weight_SX and row_SW are views of one slab, so their rows are aligned alike.
+        v = vector_width(dim, weight_SX) if state_begin % 4 == 0 else 1
+        if isinstance(grad, Segments):
+            v = min(v, vector_width(dim, grad.grad_NX))
+            found = loop.at(V=v, gradient=sum_segment, SCALED=grad.scaled)
+        else:
+            found = loop.at(V=v, gradient=given, SCALED=False)
+        return ((found, gpu.grid_of_rows(rows, dim // v)),)
+
     go_1 = gpu.filled(1, 1) if go_1 is None else go_1
     dirty_S = no_dirty if dirty_S is None else dirty_S
-    gpu.run_rows(
-        loop, slot_U.shape[0], dim // v, weight_SX, row_SW, slot_U, *arrays, go_1, dirty_S, state_begin, scalars,
-        shapes=(weight_SX.shape, weight_SX.dtype, row_SW.shape, shapes, dirty_S.shape),
-    )  # fmt: skip
+    if rows > 0:
+        gpu.run_in_turn(
+            loops, (weight_SX, row_SW, slot_U, *arrays, go_1, dirty_S, state_begin, scalars),
+            shapes=(
+                loop, rows, weight_SX.shape, weight_SX.dtype, weight_SX.data_ptr() % 16, row_SW.shape, of_grad,
+                dirty_S.shape, state_begin,
+            ),
+        )  # fmt: skip

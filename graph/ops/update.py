@@ -201,7 +201,10 @@ def check_finite(
                 for group in groups:
                     if group is not None:
                         row_optimizer.check(group)
-    if any(grad.store.backend.waits for grad in present):
+    waits = False
+    for grad in present:
+        waits = waits or grad.store.backend.waits
+    if waits:
         if late is None:
             resolve_all(present)
         elif late_check_of(optimizers, row_optimizers, present, late) is not None:
@@ -348,7 +351,10 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
     if grads.generation != store.generation:  # A hook or another thread has loaded other rows.
         raise StorageError(REPLACED)
 
-    parts = [(part, step, group) for grads_G, group in _by_group(grads, options) for part, step in _by_step(grads_G)]
+    parts = []
+    for grads_G, group_G in _by_group(grads, options):
+        for part, step in _by_step(grads_G):
+            parts.append((part, step, group_G))
 
     def write() -> None:
         with changing:

@@ -234,10 +234,13 @@ class RowStep:
         if weights is None:
             weights = row_weights(self.optimizer)
         found: dict[WeightOfRows, None] = {}
-        for _, weight, embedding in weights:
-            grad = weight.grad
-            if isinstance(grad, ops.RowGrad) and not grad.spent:
-                found[embedding] = None
+        grads: list[tuple[WeightInGroup, ops.RowGrad]] = []
+        for taken in weights:
+            grad = taken.weight.grad
+            if isinstance(grad, ops.RowGrad):
+                grads.append((taken, grad))
+                if not grad.spent:
+                    found[taken.embedding] = None
         groups = groups_of_rows(self.optimizer, weights) if found else {}
         for embedding in found:
             if embedding.optimizer is not self.optimizer:
@@ -252,12 +255,11 @@ class RowStep:
                         weight.grad.unpin()
                 attach(self.optimizer, {embedding: groups[embedding]})
             self._groups[embedding.store] = groups[embedding]
-        for taken in weights:
-            grad = taken.weight.grad
-            if isinstance(grad, ops.RowGrad):
-                (self._spent if grad.spent else self.grads).append((taken, grad))
+        for taken, grad in grads:
+            (self._spent if grad.spent else self.grads).append((taken, grad))
+        for _, weight, _ in weights:
             # Tools step with dense gradients of zeros to create an optimizer's state. Such a gradient is dropped.
-            taken.weight.grad = None
+            weight.grad = None
 
     @property
     def has_grads(self) -> bool:

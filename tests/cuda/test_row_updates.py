@@ -59,7 +59,7 @@ def taking_turns(cases, *others):
 
 def on_cpu(optimizer, slab, slot_U, grad_UD, step):
     rows = row_optimizer_of(optimizer, optimizer.param_groups[0])
-    rows.update(
+    rows.run(
         slab.weight_SX, slab.row_SW, slot_U, grad_UD,
         state_begin=slab.state_begin, group=optimizer.param_groups[0], step=step, backend=HostBackend(ONE),
     )  # fmt: skip
@@ -67,7 +67,7 @@ def on_cpu(optimizer, slab, slot_U, grad_UD, step):
 
 def on_gpu(gpu, optimizer, row_SW, slab, slot_U, grad, step):
     rows = row_optimizer_of(optimizer, optimizer.param_groups[0])
-    rows.update(
+    rows.run(
         row_SW.view(BITS[slab.dtype]), row_SW, gpu.put(slot_U), grad,
         state_begin=slab.state_begin, group=optimizer.param_groups[0], step=step, backend=CudaBackend(gpu),
     )  # fmt: skip
@@ -155,7 +155,7 @@ def test_written_rows_are_dirty_and_nothing_is_written_when_the_device_says_so(g
     for go in (0, 1):
         dirty_S = gpu.full(len(row_SW), value=False, dtype=torch.bool)
         backend = CudaBackend(gpu).guarded(gpu.filled(1, go), dirty_S)
-        rows.update(
+        rows.run(
             row_SW, row_SW, gpu.put(np.array([3, -1, 0, BEYOND])), gpu.put(np.ones((4, 8), np.float32)),
             state_begin=slab.state_begin, group=optimizer.param_groups[0], step=1, backend=backend,
         )  # fmt: skip

@@ -156,7 +156,7 @@ def test_updates_of_all_optimizers_are_compiled():
         group, noted = optimizer.param_groups[0], Noted()
         rows = row_optimizer_of(optimizer, group)
         for step in (1, 6):
-            rows.update(
+            rows.run(
                 None, None, None, np.zeros((1, 4), np.float32), state_begin=4, group=group, step=step, backend=noted
             )
             assert noted.noted in known, optimizer
