@@ -188,10 +188,12 @@ def sum_segment(
         first, parts = part_U[u] >> _COUNT_BITS, part_U[u] & _COUNT_MASK
         step = PART if parts > PART else 1
         load(sum_V, part_PD, first, d)
-        for p in range(first + step, first + parts, step):
+        p = first + step
+        while p < first + parts:
             load(x_V, part_PD, p, d)
             for i in range(V):
                 sum_V[i] = plus(sum_V[i], x_V[i])
+            p += step
     else:
         term(sum_V, grad_NX, order_N, scale_N, begin, d)
         for k in range(begin + 1, end):
