@@ -203,11 +203,8 @@ def _options(update: RowUpdate, group: Group) -> dict[str, Any]:
             value = group["betas"][1]
         else:
             value = group[name]
-        options[name] = value if value.__class__ in _PLAIN else float(value)
+        options[name] = value if value.__class__ in (float, bool) else float(value)
     return options
-
-
-_PLAIN = float, bool
 
 
 @dataclass(frozen=True)

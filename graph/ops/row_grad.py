@@ -79,7 +79,7 @@ class RowGrad(torch.Tensor):
         return grad
 
     def __init__(self, *args: object, **kwargs: object):
-        """Nothing: `__new__` has made the tensor."""
+        """Does nothing, since `__new__` has made the tensor."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own subclasses
 
