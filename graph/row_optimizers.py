@@ -175,7 +175,11 @@ def _run(
     update: RowUpdate,
     signed: bool,
     absent: Group,
-    *rows: Any,
+    weight_SX: Array,
+    row_SW: Array,
+    slot_U: Array,
+    grads: Any,
+    *,
     state_begin: int,
     group: Group,
     step: int,
@@ -188,9 +192,10 @@ def _run(
         absent: options, with values, that the optimizer's class lacks in this version of torch.
     """
     if signed and group.get("maximize", False):
-        rows = (*rows[:3], backend.negated(rows[3]))
+        grads = backend.negated(grads)
     options = {**absent, **group} if absent else group
-    update(*rows, state_begin=state_begin, step=step, backend=backend, **_options(update, options))
+    loops, scalars = update.plan(step, **_options(update, options))
+    backend.update_rows(loops, scalars, weight_SX, row_SW, slot_U, grads, state_begin)
 
 
 def _options(update: RowUpdate, group: Group) -> dict[str, Any]:

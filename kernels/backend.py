@@ -13,14 +13,16 @@ the same bits.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Array, Bags, RowsOfIds, Terms
 from oneemb.kernels.init_rows import InitialRows
-from oneemb.kernels.jit import CpuLoop, CudaLoop
+
+if TYPE_CHECKING:
+    from oneemb.kernels.rule_loops import RowLoops
 
 BITS = {torch.float32: torch.float32, torch.float16: torch.uint16, torch.bfloat16: torch.int16}
 """{dtype of weights: dtype in which loops see their bits}."""
@@ -152,10 +154,10 @@ class Backend(Protocol):
         """Write initial weights and state of keys into rows slot_M."""
 
     def update_rows(
-        self, on_host: CpuLoop, on_cuda: CudaLoop, weight_SX: Array, row_SW: Array, slot_U: Array,
-        grads: Array | Segments, state_begin: int, *scalars: object, state_width: int,
+        self, loops: "RowLoops", scalars: tuple, weight_SX: Array, row_SW: Array, slot_U: Array,
+        grads: Array | Segments, state_begin: int,
     ) -> None:  # fmt: skip
-        """Run an optimizer's loop over the rows of slot_U: `on_host` or `on_cuda`, whichever this backend runs."""
+        """Run an optimizer's loop over the rows of slot_U, with these scalars."""
 
     def negated(self, grads: Array | Segments) -> Array:
         """The summed gradients with the opposite sign. The sign is changed after the sum, as in torch, so that a sum of

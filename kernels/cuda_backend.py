@@ -23,7 +23,7 @@ that move when they grow; page-locked memory in which loops tell the host number
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,7 +35,6 @@ from oneemb.kernels.backend import BITS, SUM_MAX
 from oneemb.kernels.gather_cuda import gather_cuda
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.init_rows_cuda import DeviceInitialRows, ListedSlots, init_rows_cuda
-from oneemb.kernels.jit import CudaLoop
 from oneemb.kernels.launch import Gpu
 from oneemb.kernels.pool_cuda import (
     bags_of_cuda,
@@ -53,6 +52,9 @@ from oneemb.kernels.reduce_grads_cuda import (
 )
 from oneemb.kernels.row_update_cuda import run_row_update_cuda
 from oneemb.kernels.unique_keys_cuda import DeviceKeys, unique_keys_cuda
+
+if TYPE_CHECKING:
+    from oneemb.kernels.rule_loops import RowLoops
 
 _OF_BITS = {bits: dtype for dtype, bits in BITS.items()}
 
@@ -177,13 +179,12 @@ class CudaBackend:
         return DeviceAdmission(arrays, weight_SX, initial, state_on_gpu, state_begin=state_begin, gpu=self.gpu)
 
     def update_rows(
-        self, on_host: object, on_cuda: CudaLoop, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_U: torch.Tensor,
-        grads: Any, state_begin: int, *scalars: object, state_width: int,
+        self, loops: "RowLoops", scalars: tuple, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_U: torch.Tensor,
+        grads: Any, state_begin: int,
     ) -> None:  # fmt: skip
         run_row_update_cuda(
-            on_cuda, weight_SX, row_SW, slot_U, grads, state_begin, *scalars, go_1=self.go_1, dirty_S=self.dirty_S,
-            gpu=self.gpu,
-        )  # fmt: skip
+            loops.on_cuda, scalars, weight_SX, row_SW, slot_U, grads, state_begin, self.go_1, self.dirty_S, gpu=self.gpu
+        )
 
     def guarded(self, go_1: torch.Tensor | None, dirty_S: torch.Tensor | None = None) -> "CudaBackend":
         """This backend with another `go_1` and `dirty_S`."""

@@ -5,7 +5,7 @@ CUDA modules are not imported before a tensor or an embedding on a GPU needs the
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,13 +15,15 @@ from oneemb.kernels.arrays import Bags, RowsOfIds, Terms, rows_of_columns
 from oneemb.kernels.backend import BITS, SUM_MAX, Backend
 from oneemb.kernels.gather import copy_into, copy_words_in, gather
 from oneemb.kernels.init_rows import InitialRows, init_rows
-from oneemb.kernels.jit import CpuLoop
 from oneemb.kernels.pool import mean_scales, pool, pool_max, scale_grads, spread_max_grads
 from oneemb.kernels.reduce_grads import Segments, largest_magnitude, rows_norm, sum_segments
 from oneemb.kernels.row_update import run_row_update
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_by_table import KeysByTable, unique_keys_by_table
 from oneemb.kernels.unique_keys import UniqueKeys, columns_are_faster, unique_keys, unique_keys_of_columns
+
+if TYPE_CHECKING:
+    from oneemb.kernels.rule_loops import RowLoops
 
 OPENMP_MIN = 1 << 15
 """Size of a tensor, in values, from which on torch copies and compares it on several threads."""
@@ -129,12 +131,12 @@ class HostBackend:
         )
 
     def update_rows(
-        self, on_host: CpuLoop, on_cuda: object, weight_SX: np.ndarray, row_SW: np.ndarray, slot_U: np.ndarray,
-        grads: Any, state_begin: int, *scalars: object, state_width: int,
+        self, loops: "RowLoops", scalars: tuple, weight_SX: np.ndarray, row_SW: np.ndarray, slot_U: np.ndarray,
+        grads: Any, state_begin: int,
     ) -> None:  # fmt: skip
         run_row_update(
-            on_host, weight_SX, row_SW, slot_U, grads, state_begin, *scalars, state_width=state_width,
-            threads=self.threads,
+            loops.on_host, weight_SX, row_SW, slot_U, grads, state_begin, *scalars,
+            state_width=loops.states * grads.shape[1] + loops.row_states, threads=self.threads,
         )  # fmt: skip
 
     def negated(self, grads: Any) -> Any:

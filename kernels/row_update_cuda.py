@@ -290,14 +290,15 @@ def row_update(
 
 def run_row_update_cuda(
     loop: CudaLoop,
+    scalars: tuple,
     weight_SX: "torch.Tensor",
     row_SW: "torch.Tensor",
     slot_U: "torch.Tensor",
     grad: "torch.Tensor | Segments",
     state_begin: int,
-    *scalars: Any,
     go_1: "torch.Tensor | None" = None,
     dirty_S: "torch.Tensor | None" = None,
+    *,
     gpu: "Gpu",
 ) -> None:
     """Run an update's loop over all rows of slot_U.

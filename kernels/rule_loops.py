@@ -81,12 +81,7 @@ class RowUpdate:
         **options: Any,
     ) -> None:
         """Update the rows of slot_U; oneemb.kernels.row_update describes the arrays."""
-        loops, scalars = self.plan(step, **options)
-        state_width = loops.states * grad_UD.shape[1] + loops.row_states
-        backend.update_rows(
-            loops.on_host, loops.on_cuda, weight_SX, row_SW, slot_U, grad_UD, state_begin, *scalars,
-            state_width=state_width,
-        )  # fmt: skip
+        backend.update_rows(*self.plan(step, **options), weight_SX, row_SW, slot_U, grad_UD, state_begin)
 
 
 row_update = RowUpdate

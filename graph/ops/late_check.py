@@ -9,6 +9,8 @@ the error. The host then restores all counts to their values before that step.
 """
 
 import atexit
+import itertools
+import operator
 import sys
 import threading
 import weakref
@@ -31,13 +33,17 @@ class NonFiniteGradientError(ArithmeticError):
     have inserted stay, with their initial values."""
 
 
+_Count = tuple["weakref.ref[Any]", str, int]
+"""An object, the name of its count, and the count before a step. The lock of a store holds its checks, which must not
+keep the store."""
+
+
 class _Step(NamedTuple):
     """A step of which the host does not know yet whether the device has made it."""
 
     go: Any
     """`Later` value of go_1."""
-    counts: list[tuple[weakref.ref[Any], str, int]]
-    """Objects, names of their counts, and the counts before the step."""
+    counts: list[_Count]
 
 
 class LateCheck:
@@ -52,18 +58,16 @@ class LateCheck:
         self._steps: deque[_Step] = deque()
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
+        self._handle: int | None = None
+        """Handle of the stream of the last step, which is quicker to get than the stream."""
         _checks.add(self)
 
-    def begin(self, grads: Sequence[RowGrads], dense: Sequence[torch.Tensor], counts: Counts) -> None:
+    def begin(self, grads: Sequence[RowGrads], dense: Sequence[torch.Tensor], counts: "list[_Count]") -> None:
         """Let the device check the gradients of a step, which it then makes or not. Raises as `resolve` with
         wait=False."""
         gpu, checks = self.backend.gpu, self._loops
-        if gpu.device.type == "cuda":
-            stream = torch.cuda.current_stream(gpu.device)
-            if self._stream is not None and self._stream != stream:
-                stream.wait_stream(self._stream)
-                self.go_1.record_stream(stream)
-            self._stream = stream
+        if gpu.stream_now() != self._handle:
+            self._change_stream()
         with self._lock:
             self._resolve(False)
             go_1 = finite_1 = self.go_1
@@ -76,13 +80,22 @@ class LateCheck:
                         checks.check_sums_cuda(finite_1, go_1, gpu=gpu)
                     finite_1 = found
                 grad.go_1 = go_1
-            if dense := [grad for grad in dense if grad.numel()]:
+            if dense and (dense := [grad for grad in dense if grad.numel()]):
                 checks.check_norm_cuda(torch.nn.utils.get_total_norm(dense, torch.inf), go_1, gpu=gpu)
             later = self._later(gpu, 1)
             checks.check_sums_cuda(finite_1, go_1, gpu=gpu, later=later)
-            # The lock of a store holds this object, which must not keep the store.
-            before = [(weakref.ref(one), name, getattr(one, name)) for one, name in counts]
-            self._steps.append(_Step(later, before))
+            self._steps.append(_Step(later, counts))
+
+    def _change_stream(self) -> None:
+        """Let the next step, on the current stream, run after those before."""
+        gpu = self.backend.gpu
+        if gpu.device.type == "cuda":
+            stream = torch.cuda.current_stream(gpu.device)
+            if self._stream is not None:
+                stream.wait_stream(self._stream)
+                self.go_1.record_stream(stream)
+            self._stream = stream
+        self._handle = gpu.stream_now()
 
     def _one(self) -> torch.Tensor:
         gpu = self.backend.gpu
@@ -162,19 +175,26 @@ def late_check_of(
     if dense is None or not stores or any(map(has_own_update, row_optimizers)):
         resolve_all(grads)
         return None
-    first, *others = [store.step_lock.late_check for store in stores]
-    if first is None or first.backend is not backend or others.count(first) < len(others):
+    check, *others = set(map(_CHECK_OF, stores))
+    if check is None or check.backend is not backend or others:
         resolve_all(grads)
-        first = LateCheck(backend)
+        check = LateCheck(backend)
         for store in stores:
-            store.step_lock.late_check = first
-    counts: list[tuple[Any, str]] = [(store, "step") for store in stores]
-    counts += [(step, "taken") for step in steps]
-    counts += more
-    first.begin(grads, [grad for grads_of_step in dense.values() for grad in grads_of_step], counts)
+            store.step_lock.late_check = check
+    counts: list[_Count] = []
+    for store in stores:
+        counts.append((weakref.ref(store), "step", store.step))
+    for step in steps:
+        counts.append((weakref.ref(step), "taken", step.taken))
+    for one, name in more:
+        counts.append((weakref.ref(one), name, getattr(one, name)))
+    check.begin(grads, list(itertools.chain(*dense.values())), counts)
     for step in dense:
-        step.begin_late(first)
-    return first
+        step.begin_late(check)
+    return cast(LateCheck, check)
+
+
+_CHECK_OF = operator.attrgetter("step_lock.late_check")
 
 
 def _stores_to_check(grads: Sequence[RowGrads], backend: Any) -> dict[Any, None] | None:

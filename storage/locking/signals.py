@@ -32,6 +32,8 @@ class _Signals:
         """Number of nested blocks that defer signals."""
         self.main = threading.main_thread().ident
         """The thread in which Python runs signal handlers."""
+        self.process = os.getpid()
+        """Number of this process, which is read sooner here than from the system."""
         self.held: dict[int, FrameType | None] = {}
         """{number of a signal that has come: frame for its handler}."""
         self.interrupt: BaseException | None = None
@@ -111,6 +113,7 @@ class _Signals:
     def start_anew(self) -> None:
         """In a child process: forget deferred signals and restore the handlers."""
         self.main = threading.main_thread().ident  # Python's own fork hook, which sets it, has run before ours.
+        self.process = os.getpid()
         self.depth = 0
         self.held.clear()
         self._put_back()

@@ -12,13 +12,13 @@ Invariants:
 
 import collections
 import operator
-import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+from oneemb.storage.locking.signals import signals
 from oneemb.storage.locking.store_lock import StoreLock
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class StepLock:
     """The lock of one store's steps."""
 
     def __init__(self) -> None:
-        self._lock, self._pid = threading.RLock(), os.getpid()
+        self._lock, self._pid = threading.RLock(), signals.process
         self.waiting: set[int] = set()
         self.stepping = False
         """Whether the holder is in the middle of a step."""
@@ -57,8 +57,8 @@ class StepLock:
     def lock(self) -> Any:
         """The inner lock, a context manager (type Any, since threading.RLock is not a type in Python 3.11). A child of
         fork gets a new lock, since the old lock may be held by a thread that the child does not have."""
-        if self._pid != os.getpid():
-            self._lock, self._pid, self.waiting = threading.RLock(), os.getpid(), set()
+        if self._pid != signals.process:
+            self._lock, self._pid, self.waiting = threading.RLock(), signals.process, set()
         return self._lock
 
 

@@ -17,7 +17,6 @@ Invariants:
 - a broken object returns no row.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -49,7 +48,7 @@ class StoreLock:
         threads."""
         self._what, self._mend = what, mend
         self._broken: str | None = None
-        self._pid = os.getpid()
+        self._pid = signals.process
         self.torn = False
         """Whether this process is a child that got no complete copy of the object."""
         with signals_deferred:  # No fork happens while the set is half changed.
@@ -112,7 +111,7 @@ class StoreLock:
     @property
     def forked(self) -> bool:
         """Whether this process is a child of the one that made the object."""
-        return os.getpid() != self._pid
+        return signals.process != self._pid
 
     @property
     def broken(self) -> bool:
@@ -126,12 +125,12 @@ class StoreLock:
                 f"{self._what} cannot be used any more: a call on it was cut short by {self._broken}, so its rows in"
                 f" memory may be wrong. Its snapshots are complete; {self._mend}"
             )
-        if os.getpid() == self._pid:
+        if signals.process == self._pid:
             return
         if changes or self.torn:
             raise ForkedProcessError(
-                f"{self._what} belongs to process {self._pid}, and this is a child of it, process {os.getpid()}, which"
-                f" {'got no complete copy' if self.torn else 'may read its rows, not change, save or load them'}."
+                f"{self._what} belongs to process {self._pid}, and this is a child of it, process {signals.process},"
+                f" which {'got no complete copy' if self.torn else 'may read its rows, not change, save or load them'}."
                 " Look ids up with gradients in the process that made the embedding: return ids from data loader"
                 " workers, or start the workers with multiprocessing_context='spawn' and make an embedding in each"
             )

@@ -167,7 +167,7 @@ def test_no_rows_are_no_launch(gpu):
     row_SW = gpu.full(4, 8, value=0, dtype=torch.float32)
     before = gpu.launches
     run_row_update_cuda(
-        element_update(adagrad, states=1), row_SW, row_SW, gpu.empty(0, dtype=torch.int64),
+        element_update(adagrad, states=1), (), row_SW, row_SW, gpu.empty(0, dtype=torch.int64),
         gpu.empty(0, 4, dtype=torch.float32), 4, gpu=gpu,
     )  # fmt: skip
     assert gpu.launches == before

@@ -145,8 +145,8 @@ class Noted:
     def negated(self, grads):
         return grads
 
-    def update_rows(self, on_host, on_cuda, weight_SX, row_SW, slot_U, grads, state_begin, *scalars, state_width):
-        self.noted = on_cuda, signature_of(scalars)
+    def update_rows(self, loops, scalars, weight_SX, row_SW, slot_U, grads, state_begin):
+        self.noted = loops.on_cuda, signature_of(scalars)
 
 
 def test_updates_of_all_optimizers_are_compiled():
