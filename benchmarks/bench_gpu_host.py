@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from _machine import machine, save_results, table
 
 import oneemb
 from oneemb.kernels import launch
-from oneemb.kernels.jit import CudaLoop
 
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -155,25 +154,22 @@ def timed(gpu: launch.Gpu, what: str, call: Callable[[], None], runs: int) -> di
 def microseconds_of_loops(gpu: launch.Gpu, call: Callable[[], None], runs: int = 100) -> dict[str, float]:
     """Host time of each loop of a call, by name, all its launches together."""
     found: dict[str, list[float]] = defaultdict(list)
-    names = "run", "run_rows", "run_shares", "run_in_turn"
+    launched, own = gpu.run_in_turn, vars(gpu).get("run_in_turn")
 
-    def clocked(launched: Callable[..., None]) -> Callable[..., None]:
-        def one(loop: Any, *args: Any, **how: Any) -> None:
-            start = time.perf_counter()
-            launched(loop, *args, **how)
-            end = time.perf_counter()
-            loops = [loop] if isinstance(loop, CudaLoop) else [one for one, _ in loop()]  # as of `run_in_turn`
-            found[", ".join(one.__name__ for one in loops)].append((end - start) * 1e6)
+    def clocked(loops: Callable[[], launch.Loops], *args: tuple, shapes: Hashable) -> None:
+        start = time.perf_counter()
+        launched(loops, *args, shapes=shapes)
+        end = time.perf_counter()
+        found[", ".join(loop.__name__ for loop, _ in loops())].append((end - start) * 1e6)
 
-        return one
-
-    vars(gpu).update({name: clocked(getattr(gpu, name)) for name in names})
+    vars(gpu)["run_in_turn"] = clocked
     try:
         for _ in range(runs):
             call()
     finally:
-        for name in names:
-            del vars(gpu)[name]
+        del vars(gpu)["run_in_turn"]
+        if own is not None:
+            vars(gpu)["run_in_turn"] = own
     return {name: least(times) * len(times) / runs for name, times in found.items()}
 
 

@@ -15,6 +15,7 @@ with words, only if one of the words is another.
 
 import functools
 import struct
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -112,6 +113,17 @@ def have_words(args: Sequence[Any]) -> tuple[bool, ...]:
     return tuple(found)
 
 
+def first_places(args: Sequence[Any]) -> tuple[int, ...]:
+    """For each leaf of the arguments, the number of the first leaf that is the same object."""
+    numbers: dict[int, int] = {}
+
+    def leaves_of(some: Sequence[Any]) -> Iterator[Any]:
+        for arg in some:
+            yield from leaves_of(arg) if isinstance(arg, tuple) else (arg,)
+
+    return tuple(numbers.setdefault(id(leaf), n) for n, leaf in enumerate(leaves_of(args)))
+
+
 Packer = Callable[[Any, Sequence[Any]], bool]
 
 
@@ -143,17 +155,18 @@ def pack(buffer, args):
     return packer
 
 
-Refiller = Callable[..., bool]
+Refiller = types.FunctionType
 
 
 @functools.cache
 def refiller_of(
-    signatures: tuple[Signature, ...], have_words: tuple[tuple[bool, ...], ...]
+    signatures: tuple[Signature, ...], have_words: tuple[tuple[bool, ...], ...], firsts: tuple[int, ...]
 ) -> tuple[Refiller, tuple[tuple[str, ...], ...]]:
     """Make a function that writes other arguments into buffers that hold arguments of these signatures, one each.
 
     Args:
         have_words: for each signature, whether each leaf must be a tensor with words.
+        firsts: result of `first_places`. A tensor that stands at several places is read once where it does so again.
 
     Returns:
         The function (arguments of each, known, *views), and the formats of the views of each buffer that it takes, in
@@ -165,23 +178,32 @@ def refiller_of(
     targets, checks, lines, views = [], [], [], []
     words: list[str] = []
     lines_of_words: list[str] = []
+    names: list[str] = []
     for b, signature in enumerate(signatures):
         target, writes = _places(signature, f"a{b}", scope)
         targets.append(target)
         views.append(tuple(sorted({form for _, form, _, _ in writes})))
         for (name, form, at, kinds), has_words in zip(writes, have_words[b], strict=True):
-            place = f"v{b}_{_NAMES[form]}[{at}]"
+            place, n = f"v{b}_{_NAMES[form]}[{at}]", len(names)
+            names.append(name)
+            if kinds:
+                lines.append(f"{place} = {name}")
+                checks.append("(" + " or ".join(f"type({name}) is {kind}" for kind in kinds) + ")")
+                continue
+            found = f"{name}.launch_words" if has_words else f"{name}.data_ptr()"
+            if firsts[n] < n:
+                found = f"x{firsts[n]} if {name} is {names[firsts[n]]} else {found}"
+            elif n in firsts[n + 1 :]:
+                found = f"(x{n} := {found})"
             if has_words:
                 lines_of_words.append(f"{place} = words[{len(words)}][{_ADDRESS_OF_WORDS}]")
-                words.append(f"{name}.launch_words")
-                continue
-            lines.append(f"{place} = {name}{'' if kinds else '.data_ptr()'}")
-            if kinds:
-                checks.append("(" + " or ".join(f"type({name}) is {kind}" for kind in kinds) + ")")
-    names = "".join(f", v{b}_{_NAMES[form]}" for b, forms in enumerate(views) for form in forms)
+                words.append(found)
+            else:
+                lines.append(f"{place} = {found}")
+    arguments = "".join(f", v{b}_{_NAMES[form]}" for b, forms in enumerate(views) for form in forms)
     indented, indented_twice = "\n    ", "\n        "
     source = f"""
-def refill(args, known{names}):
+def refill(args, known{arguments}):
     ({"".join(f"{target}, " for target in targets)}) = args
     try:
         words = {"".join(f"{one}, " for one in words) or "()"}

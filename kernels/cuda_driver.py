@@ -10,10 +10,11 @@ import ctypes
 import functools
 import struct
 import threading
+import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from oneemb.kernels.cuda_arguments import Packer, Signature, have_words, refiller_of
+from oneemb.kernels.cuda_arguments import Packer, Signature, first_places, have_words, refiller_of
 from oneemb.kernels.jit import cpu
 from oneemb.kernels.jit_code import call_at, word_at
 
@@ -174,13 +175,16 @@ class Repeated:
         """Whether a launch is filling the buffers. Another launch of the thread may come in its middle."""
         self.words: tuple[Any, ...] | None = None
         """Words of tensors whose addresses the buffers have, as `refill` notes them."""
+        self.address = launched[0].own.address
         signatures = tuple(one.kernel.signature for one in launched)
-        self.refill, forms = refiller_of(signatures, tuple(map(have_words, args)))
-        self.views = tuple(
+        refiller, forms = refiller_of(signatures, tuple(map(have_words, args)), first_places(args))
+        views = tuple(
             memoryview(one.own.buffer).cast("B").cast(form)  # type: ignore[call-overload]  # of any format
             for one, forms_of_loop in zip(launched, forms, strict=True)
             for form in forms_of_loop
         )
+        # A call is quicker if the views are default values of arguments.
+        self.refill = types.FunctionType(refiller.__code__, refiller.__globals__, argdefs=views)
 
 
 class Kernel(NamedTuple):
@@ -222,7 +226,7 @@ class Device:
         functions = driver.cuCtxGetCurrent, driver.cuCtxSetCurrent, driver.cuLaunchKernel
         addresses = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
         self._words = (ctypes.c_int64 * 4)(self.context, *addresses)
-        self._address = ctypes.addressof(self._words)
+        self.address = ctypes.addressof(self._words)
 
     def load(self, name: str, image: bytes, entry: str) -> int:
         """Handle of the function `entry` of compiled code: a cubin, or PTX, which the driver compiles.
@@ -252,11 +256,14 @@ class Device:
         Raises:
             DriverError: a launch failed, or one before it on this device. Loops after it are not launched.
         """
-        failed = launch_loops(launches[0].own.address, stream, self._address)
-        if failed:
-            one, code = launches[failed >> 32], failed & 0xFFFFFFFF
-            blocks, *threads = one.grid
-            raise DriverError(
-                f"cannot launch {one.kernel.name} on {blocks} x {tuple(threads)} threads, or a launch before it has"
-                " failed", code,
-            )  # fmt: skip
+        if failed := launch_loops(launches[0].own.address, stream, self.address):
+            raise self.error_of(launches, failed)
+
+    def error_of(self, launches: Sequence[Launched], failed: int) -> DriverError:
+        """The error of launches for which `launch_loops` has returned `failed`."""
+        one, code = launches[failed >> 32], failed & 0xFFFFFFFF
+        blocks, *threads = one.grid
+        return DriverError(
+            f"cannot launch {one.kernel.name} on {blocks} x {tuple(threads)} threads, or a launch before it has failed",
+            code,
+        )

@@ -24,7 +24,7 @@ import torch
 from oneemb.kernels import cuda_code, cuda_driver
 from oneemb.kernels.arrays import BLOCK_MAX
 from oneemb.kernels.cuda_arguments import have_words, layout_of, packer_of, signature_of, with_words
-from oneemb.kernels.cuda_driver import Kernel, Launched, Repeated
+from oneemb.kernels.cuda_driver import Kernel, Launched, Repeated, launch_loops
 from oneemb.kernels.extras import missing
 from oneemb.kernels.jit import SIMULATED, CudaLoop
 
@@ -242,9 +242,9 @@ class Gpu:
 
     def run(self, loop: CudaLoop, size: int, *args: Any, shapes: Hashable = None) -> None:
         """Launch a loop in which each thread takes one of `size` items at a time."""
-        key = None if shapes is None else (self, loop, size, shapes)
-        if size > 0 and (key is None or not self._repeat(key, (args,))):
-            self._launch(((loop, self.grid(size)),), (args,), key)
+        if size > 0:
+            shapes = None if shapes is None else (loop, size, shapes)
+            self.run_in_turn(lambda: ((loop, self.grid(size)),), args, shapes=shapes)
 
     def grid(self, size: int) -> Grid:
         """Grid of a loop of `run`."""
@@ -253,9 +253,9 @@ class Gpu:
     def run_rows(self, loop: CudaLoop, rows: int, columns: int, *args: Any, shapes: Hashable = None) -> None:
         """Launch a loop in which `threadIdx.x` of a group of threads shares one of `rows` rows at a time. A group has
         no more threads than a row has pieces, `columns`: a power of two up to 32."""
-        key = None if shapes is None else (self, loop, rows, columns, shapes)
-        if rows > 0 and (key is None or not self._repeat(key, (args,))):
-            self._launch(((loop, self.grid_of_rows(rows, columns)),), (args,), key)
+        if rows > 0:
+            shapes = None if shapes is None else (loop, rows, columns, shapes)
+            self.run_in_turn(lambda: ((loop, self.grid_of_rows(rows, columns)),), args, shapes=shapes)
 
     def grid_of_rows(self, rows: int, columns: int) -> Grid:
         """Grid of a loop of `run_rows`."""
@@ -275,9 +275,9 @@ class Gpu:
 
     def run_shares(self, loop: CudaLoop, blocks: int, *args: Any, shapes: Hashable = None) -> None:
         """Launch a loop in which each of so many blocks takes consecutive items."""
-        key = None if shapes is None else (self, loop, blocks, shapes)
-        if blocks > 0 and (key is None or not self._repeat(key, (args,))):
-            self._launch(((loop, self.grid_of_shares(blocks)),), (args,), key)
+        if blocks > 0:
+            shapes = None if shapes is None else (loop, blocks, shapes)
+            self.run_in_turn(lambda: ((loop, self.grid_of_shares(blocks)),), args, shapes=shapes)
 
     def grid_of_shares(self, blocks: int) -> Grid:
         """Grid of a loop of `run_shares`."""
@@ -291,25 +291,20 @@ class Gpu:
             args: arguments of each loop.
             shapes: a value that decides the loops and grids too.
         """
-        key = self, shapes
-        if not self._repeat(key, args):
-            self._launch(loops(), args, key)
-
-    def _repeat(self, key: Hashable, args: Sequence[tuple]) -> bool:
-        """Repeat a launch with these arguments of each loop. False = the thread has no launch with this key to repeat,
-        or a number has another type than in that launch, or a tensor that was `kept` there is not."""
+        key = None if shapes is None else (self, shapes)
         again = cuda_driver.arguments.repeated.get(key)
-        if again is None or again.is_busy:
-            return False
-        try:
-            again.is_busy = True
-            if not again.refill(args, again, *again.views):
-                return False
-            self.launches += again.count
-            self._driver.launch(again.launched, self.stream_now())
-        finally:
-            again.is_busy = False
-        return True
+        if again is not None and not again.is_busy:
+            try:
+                again.is_busy = True
+                if again.refill(args, again):
+                    self.launches += again.count
+                    # As `Device.launch`, without its call.
+                    if failed := launch_loops(again.address, self.stream_now(), self._driver.address):
+                        raise self._driver.error_of(again.launched, failed)
+                    return
+            finally:
+                again.is_busy = False
+        self._launch(loops(), args, key)
 
     def _launch(self, loops: Loops, args: Sequence[tuple], key: Hashable = None) -> None:
         self.launches += len(loops)

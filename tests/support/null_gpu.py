@@ -45,7 +45,7 @@ class NullGpu(Gpu):
         self.launched = None
         """A callback, given loop and arguments of each launch, and how many launches came since."""
         self.repeats = 0  # launches that repeat others
-        self._loops = {}
+        self._anew = 0
         self._open(index, (0).__mul__)  # a function of C, as torch's
         self.context = self._driver.context
 
@@ -57,21 +57,22 @@ class NullGpu(Gpu):
 
     def _launch(self, loops, args, key=None):
         super()._launch(loops, args, key)
-        self._loops[key] = loops
+        self._anew += 1
         self._launched(loops, args)
 
-    def _repeat(self, key, args):
-        repeated = super()._repeat(key, args)
-        if repeated:
+    def run_in_turn(self, loops, *args, shapes):
+        before = self._anew
+        super().run_in_turn(loops, *args, shapes=shapes)
+        if self._anew == before:
             self.repeats += len(args)
-            self._launched(self._loops[key], args)
-        return repeated
+            self._launched(loops(), args)
 
     def stop_writing(self):
         """Write no more numbers: counts stay zeros, which is enough for known rows, and other tensors are not
         initialized. No call of this class is then between a loop and its launch, for those who measure."""
         self.writes = False
-        self._launch, self._repeat, self.empty, self.told = super()._launch, super()._repeat, super().empty, self._came
+        self._launch, self.run_in_turn = super()._launch, super().run_in_turn
+        self.empty, self.told = super().empty, self._came
 
     def _came(self, size):
         """Memory of `told` with numbers that have come: a gradient is finite, and each key has its row."""
