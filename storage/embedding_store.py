@@ -104,6 +104,13 @@ class EmbeddingStore:
         StorageError: the path cannot be made or written to.
     """
 
+    format: RowFormat
+    """Format of a row, and the optimizer whose state it holds."""
+    backend: Backend
+    """Backend of the hot tier's device. Keys and slots are arrays on that device."""
+    generation: int
+    """Version of the slots: changes whenever slots that were returned before become invalid."""
+
     def __init__(
         self, *, dim: int, dtype: str, initial: InitialRows, plan: StorePlan, threads: Threads,
         bottom: Bottom | None = None, policies: Sequence[RowPolicy] | None = None, name: str = "", refusal: str = "",
@@ -130,7 +137,9 @@ class EmbeddingStore:
         """Held by loops that write rows in place, or read rows that others may write; taken after the store lock."""
         self._bottom = bottom
         format = RowFormat(dim, dtype, usage_words=0 if policies is None else USAGE_WORDS)
-        self.rows = TieredRows(plan, bottom, format, initial, HostBackend(threads), threads, self.writing, policies)
+        self.rows = TieredRows(
+            self, plan, bottom, format, initial, HostBackend(threads), threads, self.writing, policies
+        )
         """All rows, in their tiers."""
         self.pins = PinBook(self.rows, placed=policies is not None)
         """Pins of the hot tier and their owners. Use under the store lock only."""
@@ -159,21 +168,6 @@ class EmbeddingStore:
         """Whether the tiers have been made. Before that no key has a row, and every id reads as its initial value."""
         return bool(self.rows.tiers)
 
-    @property
-    def format(self) -> RowFormat:
-        """Format of a row, and the optimizer whose state it holds."""
-        return self.rows.new_rows.format
-
-    @property
-    def backend(self) -> Backend:
-        """Backend of the hot tier's device. Keys and slots are arrays on that device."""
-        return self.rows.new_rows.backend
-
-    @property
-    def generation(self) -> int:
-        """Version of the slots: changes whenever slots that were returned before become invalid."""
-        return self.rows.generation
-
     def build(self) -> None:
         """Make the tiers, if they are not made yet. Rows have no optimizer state until an optimizer is attached. Raises
         StorageError if the path is in use or unusable."""
@@ -197,7 +191,7 @@ class EmbeddingStore:
     @property
     def weight_SX(self) -> Array:
         """View of `row_SW` as the bits of weights: [S, X], the first `dim` entries of each row being its weights."""
-        return self.rows.new_rows.format.weights(self.row_SW)
+        return self.format.weights(self.row_SW)
 
     @property
     def members(self) -> tuple["EmbeddingStore"]:

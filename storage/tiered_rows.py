@@ -14,10 +14,11 @@ Nothing here is thread-safe: `EmbeddingStore` calls it under its lock.
 import functools
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -61,10 +62,19 @@ def _rescue_name() -> str:
     return f"{RESCUED}{uuid.uuid4().hex[:8]}"
 
 
+class HasRows(Protocol):
+    """An object with rows. Its attributes follow those of the rows: every lookup reads them."""
+
+    format: RowFormat
+    backend: Backend
+    generation: int
+
+
 class TieredRows:
     """The rows of an embedding.
 
     Args:
+        holder: the object that has these rows.
         plan, bottom: the tiers, and the store below them.
         format: of a row, as long as no optimizer has come.
         initial, policies: first values of weights, and policies of tables; None = all rows stay.
@@ -73,13 +83,14 @@ class TieredRows:
     """
 
     def __init__(
-        self, plan: StorePlan, bottom: Bottom, format: RowFormat, initial: InitialRows, backend: Backend,
-        threads: Threads, writing: AbstractContextManager[Any], policies: Sequence[RowPolicy] | None = None,
+        self, holder: HasRows, plan: StorePlan, bottom: Bottom, format: RowFormat, initial: InitialRows,
+        backend: Backend, threads: Threads, writing: AbstractContextManager[Any],
+        policies: Sequence[RowPolicy] | None = None,
     ):  # fmt: skip
         self._plan, self._bottom, self._threads, self._writing = plan, bottom, threads, writing
-        self.new_rows = NewRows(format, initial, backend, policies)
-        """How rows begin: their form, and the loops of the hot tier."""
+        self._holder = weakref.ref(holder)
         self.generation = 0
+        self._set_new_rows(NewRows(format, initial, backend, policies))
         self.whole = True
         """False when a call was cut short and a part of the rows is gone, until `dismantle`."""
         self._set_tiers([])
@@ -133,7 +144,7 @@ class TieredRows:
     def _relayout(self, format: RowFormat, backend: Backend, step: int) -> None:
         before, after = self.new_rows, self.new_rows.of(format, backend)
         if not self.built:
-            self.new_rows = after
+            self._set_new_rows(after)
             return
         if format.same_words(before.format) and backend is before.backend:
             before.format = format
@@ -167,7 +178,7 @@ class TieredRows:
         if self.bottom_store is not None and self.bottom_store.row_width == new_rows.format.row_width:
             self._drop_tiers()
             self._set_tiers(make_tiers(self._plan, new_rows, self.bottom_store, self._threads, self._writing))
-            self.new_rows = new_rows
+            self._set_new_rows(new_rows)
             return
         self.dismantle()
         self._open(new_rows)
@@ -216,7 +227,8 @@ class TieredRows:
         except BaseException:
             store.close()
             raise
-        self.new_rows, self.bottom_store = new_rows, store
+        self.bottom_store = store
+        self._set_new_rows(new_rows)
         self._set_tiers(tiers)
         self.opened += 1
         # Rows that are dropped give back their threads, files and lock. At exit the system does.
@@ -227,6 +239,16 @@ class TieredRows:
         for tier in reversed(self.tiers):
             tier.reload()
 
+    def _set_new_rows(self, new_rows: NewRows) -> None:
+        self.new_rows = new_rows
+        """How rows begin: their form, and the loops of the hot tier."""
+        if (holder := self._holder()) is not None:
+            holder.format, holder.backend, holder.generation = new_rows.format, new_rows.backend, self.generation
+
+    def _begin_generation(self) -> None:
+        self.generation += 1
+        self._set_new_rows(self.new_rows)
+
     def _set_tiers(self, tiers: list[Tier]) -> None:
         self.tiers = tiers
         """Tiers above the store at the bottom, the hot one first. Empty until `build`."""
@@ -236,7 +258,7 @@ class TieredRows:
     def _drop_tiers(self) -> None:
         tiers = self.tiers
         self._set_tiers([])
-        self.generation += 1
+        self._begin_generation()
         for tier in tiers:
             tier.close()
 
@@ -251,7 +273,7 @@ class TieredRows:
 
     def clear(self) -> None:
         """Forget every row; snapshots stay."""
-        self.generation += 1
+        self._begin_generation()
         self.cached = {}
         if self.built:
             self.hot.clear()
@@ -373,6 +395,7 @@ class TieredRows:
                 self.build(replace(rows.format, usage_words=self.format.usage_words))
             elif self.format.optimizer is None and self.format.state_width == 0 and not weights_only:
                 self.new_rows.format = replace(rows.format, usage_words=self.format.usage_words)
+                self._set_new_rows(self.new_rows)
             for tier in self.tiers:
                 self.check_holds(tier, info, owned)
             if adds_state or owned is not None or not rows.format.same_words(self.format):
@@ -386,7 +409,7 @@ class TieredRows:
                 self._snapshots().load_snapshot(whole, deltas)
                 self.loaded_in_place = True
                 replaced = True
-            self.generation += 1
+            self._begin_generation()
             self.reload()
         except BaseException:
             self.whole = not replaced  # Some rows may be replaced and others not.
