@@ -200,16 +200,17 @@ def _run(
 
 def _options(update: RowUpdate, group: Group) -> dict[str, Any]:
     """The options of a group as `update` takes them. torch allows tensors of one element for some options."""
-    options = {}
-    for name in update.options:
-        if name == "beta1":
-            value = group["betas"][0]
-        elif name == "beta2":
-            value = group["betas"][1]
-        else:
-            value = group[name]
-        options[name] = value if value.__class__ in (float, bool) else float(value)
+    options = dict(zip(update.single, map(group.__getitem__, update.single), strict=True))
+    if update.has_betas:
+        betas = group["betas"]
+        options["beta1"], options["beta2"] = betas[0], betas[1]
+    if not _NUMBERS.issuperset(map(type, options.values())):
+        for name, value in options.items():
+            options[name] = value if type(value) in _NUMBERS else float(value)
     return options
+
+
+_NUMBERS = frozenset((float, bool))
 
 
 @dataclass(frozen=True)
@@ -229,14 +230,15 @@ class _Check:
     fixed: Group
 
     def __call__(self, group: Group) -> None:
+        # Most options are False, which needs no call.
         for option in self.refused:
-            if not _is_off(group.get(option)):
+            if (value := group.get(option)) is not False and not _is_off(value):
                 raise ValueError(
                     f"torch.optim.{self.cls}({option}={group[option]!r}) is not supported on embedding rows; "
                     f"leave {option} at its default"
                 )
         for option in self.without:
-            if not _is_off(group.get(option)):
+            if (value := group.get(option)) is not False and not _is_off(value):
                 raise ValueError(
                     f"{option} must stay off, since the rows have no room for its state, got {group[option]}; set it "
                     f"back, or construct torch.optim.{self.cls} with {option}={group[option]!r}"

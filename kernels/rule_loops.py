@@ -62,6 +62,8 @@ class RowUpdate:
         self.kinds = {name: kind for name, kind in kinds.items() if name != "step"}
         self.options = frozenset(self.kinds)
         """Names of the options."""
+        self.single = tuple(self.options - {"beta1", "beta2"})
+        self.has_betas = "beta1" in self.options
 
     def planned(self) -> dict[str, tuple[RowLoops, tuple]]:
         """{name of a form: result of `plan` for its options}. Numbers of other options stand for any numbers."""

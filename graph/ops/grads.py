@@ -136,8 +136,6 @@ class RowGrads:
 
     def plus(self, others: Sequence[Summed]) -> "RowGrads":
         """The same gradients with other sums of the same keys added, in their order."""
-        if not others:
-            return self
         backend = self.store.backend
         total_UD = backend.tensor(self.counted().grad_UD).clone()
         for other in others:

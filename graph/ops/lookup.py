@@ -252,7 +252,8 @@ class Lease:
         slot_U = nowhere(backend, len(unique.id_U)) if self.slot_U is None else self.slot_U
         keys = self.store, self.generation, unique.table_U, unique.id_U, slot_U
         if isinstance(grads[0], Summed):
-            return RowGrads(*keys, sums=grads[0], unique=unique).plus(cast("Sequence[Summed]", grads[1:]))
+            summed = RowGrads(*keys, sums=grads[0], unique=unique)
+            return summed if len(grads) == 1 else summed.plus(cast("Sequence[Summed]", grads[1:]))
         grad_NX = backend.array(self.sum_passes(cast("Sequence[torch.Tensor]", grads)).contiguous())
         bags = self.keys.bags if self.argmax_PD is None else None
         return RowGrads(*keys, segments=backend.segments(unique, bags, grad_NX, self.scale_N), unique=unique)

@@ -63,15 +63,17 @@ class Pass(NamedTuple):
         return grad
 
 
-def grads_of_leases(passes: Iterable[Pass]) -> list[tuple[Lease, list[torch.Tensor | Summed]]]:
+def grads_of_leases(passes: Sequence[Pass]) -> list[tuple[Lease, list[torch.Tensor | Summed]]]:
     """(lease, gradients of its passes) of each lookup, in the order in which lookups were made. Raises as `checked`."""
+    if len(passes) == 1:
+        return [(passes[0].lease, [passes[0].checked()])]
     grads_of: dict[Lease, list[torch.Tensor | Summed]] = {}
     for one in passes:
         grads_of.setdefault(one.lease, []).append(one.checked())
     return sorted(grads_of.items(), key=lambda item: item[0].order)
 
 
-def reduce_passes(passes: Iterable[Pass], *, shared: bool = False) -> Sequence[RowGrads]:
+def reduce_passes(passes: Sequence[Pass], *, shared: bool = False) -> Sequence[RowGrads]:
     """For each lookup, the gradients of its unique keys, still to be summed. If `shared`, the lease keeps the result,
     since the gradients of its other tables need the same."""
     reduced = []

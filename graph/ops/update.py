@@ -87,21 +87,23 @@ def reduce_grads(row_grads: Sequence[RowGrad]) -> list[RowGrads]:
     for row_grad in _of_stores(row_grads):
         store = row_grad.merged_in()
         (unmerged if store is None else merged.setdefault(store, [])).append(row_grad)
-    reduced: list[RowGrads | None] = []
+    reduced: list[RowGrads] = []
     for group in merged.values():
         lookups = _merged_lookups(group)
         if lookups is None:
             unmerged += group
-        else:
-            reduced.append(join_grads([rows.reduce(grads) for rows, grads in lookups]))
-    reduced += [row_grad.acquire() for row_grad in unmerged]
-    return [grads for grads in reduced if grads is not None]
+        elif (joined := join_grads([rows.reduce(grads) for rows, grads in lookups])) is not None:
+            reduced.append(joined)
+    for row_grad in unmerged:
+        if (grads := row_grad.acquire()) is not None:
+            reduced.append(grads)
+    return reduced
 
 
-def _of_stores(row_grads: Sequence[RowGrad]) -> list[RowGrad]:
+def _of_stores(row_grads: Sequence[RowGrad]) -> Sequence[RowGrad]:
     """One gradient for each store. Several gradients of a store belong to different tables, and are joined."""
     if len(row_grads) == 1:
-        return list(row_grads)
+        return row_grads
     of_store: dict[EmbeddingStore, list[RowGrad]] = {}
     for row_grad in row_grads:
         of_store.setdefault(row_grad.store, []).append(row_grad)
@@ -346,8 +348,11 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
         options = [groups.get(id(group), group) if group else group for group in options]
         for group in filter(None, options):  # `check_finite` has checked the options before hooks ran.
             row_optimizer.check(group)
+    store_locks, writing = [], []
     for member in grads.stores:
         member.store_lock.check(changes=True)
+        store_locks.append(member.store_lock)
+        writing.append(member.writing)
     if grads.generation != store.generation:  # A hook or another thread has loaded other rows.
         raise StorageError(REPLACED)
 
@@ -358,12 +363,13 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
 
     def write() -> None:
         with changing:
-            row_SW, layout, backend = store.row_SW, store.format, store.backend
-            # On a GPU the loops of updates set dirty bits themselves.
-            marks = not backend.waits or has_own_update(row_optimizer)
+            row_SW, layout = store.row_SW, store.format
+            backend: Any = store.backend
+            marks = True
             if backend.waits:
-                dirty_S = None if marks else cast(Any, store).hot.dirty_S
-                backend = cast(Any, backend).guarded(grads.go_1, dirty_S)
+                # The loops of updates set dirty bits themselves.
+                marks = has_own_update(row_optimizer)
+                backend = backend.guarded(grads.go_1, None if marks else cast(Any, store).hot.dirty_S)
             weight_SX = layout.weights(row_SW)
             for part, step, group in parts:
                 row_optimizer.run(
@@ -378,10 +384,6 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
                 for member in grads.stores:
                     member.changes += 1
 
-    store_locks, writing = [], []
-    for member in grads.stores:
-        store_locks.append(member.store_lock)
-        writing.append(member.writing)
     writing.sort(key=id)
     with whole(store_locks):
         while_held(writing, write)

@@ -198,19 +198,19 @@ class RowStep:
         self.groups_of_tables: Callable[[], Sequence[Group | None]] | None = None
         """Returns the options of each table (None = frozen) in place of those of the param group; None = not
         replaced."""
-        self._groups: dict[EmbeddingStore, tuple[int, ...]] = {}
+        self._taken: dict[EmbeddingStore, tuple[WeightOfRows, tuple[int, ...]]] = {}
+        """{store: its embedding, and the numbers of the embedding's param groups} of the gradients that were taken."""
         self._options: ops.Groups = {}
 
     def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, Sequence[Group | None]] | None:
         """(row optimizer of a store, its current param groups: one for all tables, or one for each table); None = no
         gradient of the store was taken."""
-        for (_, _, embedding), _ in self.grads:
-            if embedding.store is store and embedding.row_optimizer is not None:
-                if self.groups_of_tables is not None:
-                    return embedding.row_optimizer, self.groups_of_tables()
-                param_groups = self.optimizer.param_groups
-                return embedding.row_optimizer, list(map(param_groups.__getitem__, self._groups[store]))
-        return None
+        embedding, numbers = self._taken.get(store, (None, ()))
+        if embedding is None or embedding.row_optimizer is None:
+            return None
+        if self.groups_of_tables is not None:
+            return embedding.row_optimizer, self.groups_of_tables()
+        return embedding.row_optimizer, list(map(self.optimizer.param_groups.__getitem__, numbers))
 
     @property
     def embeddings(self) -> dict[WeightOfRows, None]:
@@ -254,7 +254,7 @@ class RowStep:
                     if isinstance(weight.grad, ops.RowGrad):
                         weight.grad.unpin()
                 attach(self.optimizer, {embedding: groups[embedding]})
-            self._groups[embedding.store] = groups[embedding]
+            self._taken[embedding.store] = embedding, groups[embedding]
         for taken, grad in grads:
             (self._spent if grad.spent else self.grads).append((taken, grad))
         for _, weight, _ in weights:
@@ -271,7 +271,7 @@ class RowStep:
         for taken, grad in self.grads + self._spent:
             if taken.weight.grad is None:
                 taken.weight.grad = grad
-        self.grads, self._spent = [], []
+        self.grads, self._spent, self._taken = [], [], {}
 
     def reduce(self, stats: StepStats) -> list[ops.RowGrads]:
         """Group the gradients of rows by unique key; `update` sums them. The rows are pinned until `update` or
@@ -281,7 +281,7 @@ class RowStep:
         for taken, grad in self.grads:
             store = taken.embedding.store
             store.store_lock.check(changes=True)
-            group_T = self._groups[store]
+            _, group_T = self._taken[store]
             if len(group_T) > 1:
                 group_T = group_T[:1] if len(set(group_T)) == 1 else (*group_T, id(store))
             of_group.setdefault(group_T, []).append(grad)

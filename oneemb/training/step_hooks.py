@@ -121,7 +121,7 @@ class _Hooked(RowStep):
             )
         for _, grad in self.grads:
             grad.unpin()
-        self.grads, self._spent = [], []
+        self.grads, self._spent, self._taken = [], [], {}
         self._leave()
 
     def _leave(self) -> None:
