@@ -13,16 +13,15 @@ the same bits.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Array, Bags, RowsOfIds, Terms
 from oneemb.kernels.init_rows import InitialRows
-
-if TYPE_CHECKING:
-    from oneemb.kernels.rule_loops import RowLoops
+from oneemb.kernels.jit import CpuLoop, CudaLoop
 
 BITS = {torch.float32: torch.float32, torch.float16: torch.uint16, torch.bfloat16: torch.int16}
 """{dtype of weights: dtype in which loops see their bits}."""
@@ -70,6 +69,17 @@ class Segments(Protocol):
     @property
     def shape(self) -> tuple[int, int]:
         """(U, D): the shape of the summed gradients."""
+
+
+@dataclass(frozen=True)
+class RowLoops:
+    """Loops of one optimizer. `states` = state values of each weight; `row_states` = state values of the row as a
+    whole, which stand behind those of its weights."""
+
+    on_host: CpuLoop
+    on_cuda: CudaLoop
+    states: int
+    row_states: int = 0
 
 
 class Backend(Protocol):
@@ -154,7 +164,7 @@ class Backend(Protocol):
         """Write initial weights and state of keys into rows slot_M."""
 
     def update_rows(
-        self, loops: "RowLoops", scalars: tuple, weight_SX: Array, row_SW: Array, slot_U: Array,
+        self, loops: RowLoops, scalars: tuple, weight_SX: Array, row_SW: Array, slot_U: Array,
         grads: Array | Segments, state_begin: int,
     ) -> None:  # fmt: skip
         """Run an optimizer's loop over the rows of slot_U, with these scalars."""

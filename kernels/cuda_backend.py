@@ -23,7 +23,7 @@ that move when they grow; page-locked memory in which loops tell the host number
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ import torch
 from oneemb.kernels import launch
 from oneemb.kernels.admit_cuda import DeviceAdmission, TierArrays
 from oneemb.kernels.arrays import Bags, RowsOfIds, Terms, rows_of_columns
-from oneemb.kernels.backend import BITS, SUM_MAX
+from oneemb.kernels.backend import BITS, SUM_MAX, RowLoops
 from oneemb.kernels.gather_cuda import gather_cuda
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.init_rows_cuda import DeviceInitialRows, ListedSlots, init_rows_cuda
@@ -52,9 +52,6 @@ from oneemb.kernels.reduce_grads_cuda import (
 )
 from oneemb.kernels.row_update_cuda import run_row_update_cuda
 from oneemb.kernels.unique_keys_cuda import DeviceKeys, unique_keys_cuda
-
-if TYPE_CHECKING:
-    from oneemb.kernels.rule_loops import RowLoops
 
 _OF_BITS = {bits: dtype for dtype, bits in BITS.items()}
 
@@ -125,14 +122,14 @@ class CudaBackend:
     def distinct_keys(self, table_U: torch.Tensor, id_U: torch.Tensor) -> DeviceKeys:
         size_2 = self.gpu.filled(2)
         size_2[:1].fill_(len(id_U))
-        none = self.gpu.none(torch.int64)
-        return DeviceKeys(table_U, id_U, none, size_2, none, exact=True)
+        none, no_ids = self.gpu.none(torch.int64), self.gpu.none(torch.int32)
+        return DeviceKeys(table_U, id_U, none, size_2, no_ids, exact=True)
 
     def every_id(self, table_N: torch.Tensor, id_N: torch.Tensor) -> DeviceKeys:
         """Ids as keys, which may repeat, for a gather from a tier that holds all rows: id n is key n."""
-        none = self.gpu.none(torch.int64)
+        none, no_ids = self.gpu.none(torch.int64), self.gpu.none(torch.int32)
         size_2 = _size_of(len(id_N), self.gpu, self.gpu.stream_now())
-        return DeviceKeys(table_N, id_N.to(torch.int64), none, size_2, none, exact=True)
+        return DeviceKeys(table_N, id_N.to(torch.int64), none, size_2, no_ids, exact=True)
 
     def counted(self, keys: Any) -> DeviceKeys:
         if keys.exact:
@@ -179,7 +176,7 @@ class CudaBackend:
         return DeviceAdmission(arrays, weight_SX, initial, state_on_gpu, state_begin=state_begin, gpu=self.gpu)
 
     def update_rows(
-        self, loops: "RowLoops", scalars: tuple, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_U: torch.Tensor,
+        self, loops: RowLoops, scalars: tuple, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_U: torch.Tensor,
         grads: Any, state_begin: int,
     ) -> None:  # fmt: skip
         run_row_update_cuda(
@@ -221,7 +218,7 @@ class CudaBackend:
 
     def segments(self, keys: Any, bags: Bags | None, grad_NX: torch.Tensor, scale_N: torch.Tensor | None) -> Segments:
         bag_N = None if bags is None else bags.bag_N
-        return segments_of(grad_NX, keys.narrow_N, keys.id_U.shape[0], bag_N, scale_N, gpu=self.gpu)
+        return segments_of(grad_NX, keys.inverse_N, keys.id_U.shape[0], bag_N, scale_N, gpu=self.gpu)
 
     def sum_segments(self, segments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return sum_segments_cuda(segments, self.go_1, gpu=self.gpu)
@@ -230,7 +227,7 @@ class CudaBackend:
         self, keys: Any, bags: Bags | None, grad_NX: torch.Tensor, scale_N: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         bag_N = None if bags is None else bags.bag_N
-        return sum_grads_cuda(grad_NX, keys.narrow_N, keys.id_U.shape[0], bag_N, scale_N, self.go_1, gpu=self.gpu)
+        return sum_grads_cuda(grad_NX, keys.inverse_N, keys.id_U.shape[0], bag_N, scale_N, self.go_1, gpu=self.gpu)
 
     def finite_of(self, grad_UD: torch.Tensor) -> torch.Tensor:
         return torch.isfinite(grad_UD).all().reshape(1).to(torch.int64)

@@ -91,7 +91,7 @@ def cases(*, every: bool = False) -> Cases:
 
 def _loops_of_keys() -> Cases:
     claim = (_TABLES, _KEYS, "int64", "bool", "int64", "int64", _KEYS, _TABLES, _KEYS)
-    collect = (_TABLES, _KEYS, _KEYS, _TABLES, "int64", _TABLES, _TABLES, _TABLES, *[_KEYS] * 4, _TABLES)
+    collect = (_TABLES, _KEYS, _KEYS, _TABLES, "int64", _TABLES, _TABLES, _TABLES, *[_KEYS] * 3, _TABLES)
     return {
         "claim": (unique_keys_cuda.claim_loop, claim),
         "claim int32": (unique_keys_cuda.claim_loop, (_TABLES, "int32[1]", *claim[2:])),
@@ -99,7 +99,6 @@ def _loops_of_keys() -> Cases:
         "collect": (unique_keys_cuda.collect_loop, collect),
         "collect int32": (unique_keys_cuda.collect_loop, (_TABLES, "int32[1]", *collect[2:])),
         "begin": (reduce_grads_cuda.begin_loop, ("int32[1]", *[_KEYS] * 4)),
-        "begin int64": (reduce_grads_cuda.begin_loop, (_KEYS, *[_KEYS] * 4)),
         "find": (hash_index_cuda.find_loop, (_CELLS, _TABLES, _KEYS, _KEYS, _KEYS)),
         "insert": (hash_index_cuda.insert_loop, (_CELLS, _TABLES, _KEYS, _KEYS, _KEYS)),
         "erase": (hash_index_cuda.erase_loop, (_CELLS, _TABLES, _KEYS, _KEYS)),
@@ -113,7 +112,7 @@ def _loops_of_keys() -> Cases:
         "release": (slots_cuda.release_loop, (_KEYS, "int32[1]")),
         "count pinned": (slots_cuda.count_pinned_loop, ("int32[1]", "int64", _KEYS)),
         "bags": (pool_cuda.bags_loop, (_KEYS, _TABLES, "int32[1]", "int64", _KEYS, _TABLES, _KEYS)),
-        "mean scales": (pool_cuda.mean_scales_loop, (_KEYS, _KEYS, _FLOATS)),
+        "mean scales": (pool_cuda.mean_scales_loop, (_KEYS, "int32[1]", _FLOATS)),
         "check sum": (finite_cuda.check_sum_loop, (_KEYS, _KEYS, _KEYS)),
         "check norm": (finite_cuda.check_norm_loop, (_FLOATS, _KEYS)),
     }
@@ -127,24 +126,22 @@ def _loops_of_weights(dtype: str) -> Cases:
         *[_KEYS] * 3, "int32[1]", *[_KEYS] * 3, _CELLS, _KEYS, _TABLES, _KEYS, _KEYS, "int32[1]", "bool[1]", "int64",
         "int64", weights, _ROWS, _TABLES, _KEYS, *first_values,
     )  # fmt: skip
-    look_up = (_CELLS, weights, _TABLES, *[_KEYS] * 5, weights, *[_KEYS] * 3)
+    look_up = (_CELLS, weights, _TABLES, *[_KEYS] * 3, "int32[1]", _KEYS, weights, *[_KEYS] * 3)
     found: Cases = {
         f"init {dtype}": (init_rows_cuda.init_loop, of_init),
         f"admit {dtype}": (admit_cuda.admit_loop, of_admit),
-        f"scale grads {dtype}": (pool_cuda.scale_grads_loop, (weights, _KEYS, _KEYS, _KEYS, weights, _FLOATS)),
+        f"scale grads {dtype}": (pool_cuda.scale_grads_loop, (weights, _KEYS, "int32[1]", _KEYS, weights, _FLOATS)),
     }
     segments = (weights, _KEYS, _FLOATS, _KEYS, _KEYS, _ROWS)
     parts_of = (*segments, _KEYS, _KEYS)
-    bags = (weights, _KEYS, _KEYS, _KEYS, "int32[1]")
-    parts = (weights, _KEYS, "int32[1]", _KEYS, "int32[1]")  # parts of bags, which ranks sum
+    bags = (weights, _KEYS, "int32[1]", _KEYS, "int32[1]")
     for width in (_WIDTHS[dtype], 1):
         of = f"{dtype} x{width}"
         found |= {
-            f"gather {of}": (gather_cuda.gather_loop.at(V=width), (weights, _KEYS, _KEYS, weights)),
-            f"gather parts {of}": (gather_cuda.gather_loop.at(V=width), (weights, _KEYS, "int32[1]", weights)),
+            f"gather {of}": (gather_cuda.gather_loop.at(V=width), (weights, _KEYS, "int32[1]", weights)),
+            f"gather slots {of}": (gather_cuda.gather_loop.at(V=width), (weights, _KEYS, _KEYS, weights)),
             f"look up {of}": (gather_cuda.look_up_loop.at(V=width), look_up),
             f"pool {of}": (pool_cuda.pool_loop.at(V=width), (*bags, _FLOATS, weights)),
-            f"pool parts {of}": (pool_cuda.pool_loop.at(V=width), (*parts, _FLOATS, weights)),
             f"pool max {of}": (pool_cuda.pool_max_loop.at(V=width), (*bags, weights, "int32[2]")),
             f"spread max grads {of}": (
                 pool_cuda.spread_max_grads_loop.at(V=width), (_KEYS, "int32[1]", "int32[2]", weights, weights),

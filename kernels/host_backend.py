@@ -5,14 +5,14 @@ CUDA modules are not imported before a tensor or an embedding on a GPU needs the
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 import oneemb.kernels as package
 from oneemb.kernels.arrays import Bags, RowsOfIds, Terms, rows_of_columns
-from oneemb.kernels.backend import BITS, SUM_MAX, Backend
+from oneemb.kernels.backend import BITS, SUM_MAX, Backend, RowLoops
 from oneemb.kernels.gather import copy_into, copy_words_in, gather
 from oneemb.kernels.init_rows import InitialRows, init_rows
 from oneemb.kernels.pool import mean_scales, pool, pool_max, scale_grads, spread_max_grads
@@ -21,9 +21,6 @@ from oneemb.kernels.row_update import run_row_update
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_by_table import KeysByTable, unique_keys_by_table
 from oneemb.kernels.unique_keys import UniqueKeys, columns_are_faster, unique_keys, unique_keys_of_columns
-
-if TYPE_CHECKING:
-    from oneemb.kernels.rule_loops import RowLoops
 
 OPENMP_MIN = 1 << 15
 """Size of a tensor, in values, from which on torch copies and compares it on several threads."""
@@ -131,7 +128,7 @@ class HostBackend:
         )
 
     def update_rows(
-        self, loops: "RowLoops", scalars: tuple, weight_SX: np.ndarray, row_SW: np.ndarray, slot_U: np.ndarray,
+        self, loops: RowLoops, scalars: tuple, weight_SX: np.ndarray, row_SW: np.ndarray, slot_U: np.ndarray,
         grads: Any, state_begin: int,
     ) -> None:  # fmt: skip
         run_row_update(

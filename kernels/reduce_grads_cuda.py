@@ -236,13 +236,13 @@ def segments_of(
 
     Args:
         grad_NX: [N, D], or [P, D] of bags; C-contiguous, bits of float32, float16 (uint16) or bfloat16 (int16).
-        inverse_N: the key of each id, -1 for padding; int32, or int64, which are more bytes to sort.
+        inverse_N: int32, the key of each id, -1 for padding.
         bag_N: int64 [N], the row of grad_NX for each id; None = its own.
         scale_N: float32 [N], the factor of each id's row; None = 1.
     """
     segments, *args = _grouped(grad_NX, inverse_N, keys, bag_N, scale_N, gpu)
     if segments.order_N.shape[0]:
-        shapes = begin_loop, inverse_N.dtype, grad_NX.data_ptr() % 16, segments.shapes
+        shapes = begin_loop, grad_NX.data_ptr() % 16, segments.shapes
         gpu.run_in_turn(lambda: _loops_of(segments, gpu), *args, shapes=shapes)
     return segments
 
@@ -295,7 +295,7 @@ def sum_grads_cuda(
     grad_UD = gpu.empty(keys, grad_NX.shape[1], dtype=torch.float32)
     finite_1 = gpu.filled(1, 1) if finite_1 is None else finite_1
     if keys > 0:
-        shapes = reduce_loop, inverse_N.dtype, grad_NX.data_ptr() % 16, segments.shapes
+        shapes = reduce_loop, grad_NX.data_ptr() % 16, segments.shapes
         args.append((*segments, grad_UD, finite_1))
         gpu.run_in_turn(lambda: _loops_of(segments, gpu, keys), *args, shapes=shapes)
     return grad_UD, finite_1

@@ -18,29 +18,17 @@ not cache compiled closures, and LLVM vectorizes a loop over elements only if it
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from oneemb.kernels import row_update_cuda
 from oneemb.kernels.arrays import Array
-from oneemb.kernels.backend import Backend, Segments
-from oneemb.kernels.jit import CpuLoop, CudaLoop, cpu, written
+from oneemb.kernels.backend import Backend, RowLoops, Segments
+from oneemb.kernels.jit import cpu, written
 from oneemb.kernels.jit_code import from_float32, keep_rolled, to_float32
 from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes, sum_lanes
 from oneemb.kernels.reduce_grads import ROWS, row_grads
-
-
-@dataclass(frozen=True)
-class RowLoops:
-    """Loops of one optimizer. `states` = state values of each weight; `row_states` = state values of the row as a
-    whole, which stand behind those of its weights."""
-
-    on_host: CpuLoop
-    on_cuda: CudaLoop
-    states: int
-    row_states: int = 0
 
 
 class RowUpdate:

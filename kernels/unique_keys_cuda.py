@@ -44,18 +44,11 @@ class DeviceKeys(NamedTuple):
     size_2: torch.Tensor
     """int64 [2]: U, and 1 if tables, or offsets of bags, are not valid"""
     inverse_N: torch.Tensor
-    """int64 [N]: the unique key of each id; -1 for padding"""
-    narrow: tuple[torch.Tensor, torch.Tensor] | None = None
-    """An `inverse_N`, which may have been replaced since, and the same numbers as int32"""
+    """int32 [N]: the unique key of each id; -1 for padding"""
     check: Callable[[], object] | None = None
     """Raises what is wrong with tables and offsets; None = nothing can be wrong."""
     exact: bool = False
     """Whether the arrays are as long as there are keys, and tables and offsets are valid."""
-
-    @property
-    def narrow_N(self) -> torch.Tensor:
-        """`inverse_N`, as int32 if these numbers were made."""
-        return self.narrow[1] if self.narrow is not None and self.narrow[0] is self.inverse_N else self.inverse_N
 
     def cut(self, size: int) -> "DeviceKeys":
         """The same with the room beyond the U = `size` keys cut off."""
@@ -121,7 +114,7 @@ def first_loop(cell_C: Array, cell_N: Array, batch: Number, bits: Number, rank_N
 @cuda
 def collect_loop(
     table_N: Array, id_N: Array, cell_C: Array, cell_N: Array, bits: Number, rank_N: Array, count_B: Array,
-    table_U: Array, id_U: Array, head_U: Array, size_2: Array, inverse_N: Array, narrow_N: Array,
+    table_U: Array, id_U: Array, head_U: Array, size_2: Array, inverse_N: Array,
 ) -> None:  # fmt: skip
     """Write each key at its rank, and each id's key."""
     count_T = cuda.shared.array(BLOCK_MAX, np.int32)
@@ -140,7 +133,6 @@ def collect_loop(
                 id_U[u] = id_N[n]
                 head_U[u] = n
         inverse_N[n] = u
-        narrow_N[n] = u
         n += cuda.gridsize(1)
 
 
@@ -202,8 +194,7 @@ def unique_keys_cuda(
     # An array of its own takes the host less time than a view.
     empty, device = torch.empty, gpu.device
     table_U, id_U = empty(size, dtype=torch.int32, device=device), empty(size, dtype=torch.int64, device=device)
-    head_U, inverse_N = empty(size, dtype=torch.int64, device=device), empty(size, dtype=torch.int64, device=device)
-    narrow_N = empty(size, dtype=torch.int32, device=device)
+    head_U, inverse_N = empty(size, dtype=torch.int64, device=device), empty(size, dtype=torch.int32, device=device)
     size_2 = gpu.filled(2) if size_2 is None else size_2
     if size > 0:
         scratch = _scratch_for(size, gpu)
@@ -216,10 +207,7 @@ def unique_keys_cuda(
             ),
             (table_N, id_N, tables, padded, padding_id or 0, batch, cell_C, cell_N, size_2),
             (cell_C, cell_N, batch, bits, rank_N, count_B),
-            (
-                table_N, id_N, cell_C, cell_N, bits, rank_N, count_B, table_U, id_U, head_U, size_2, inverse_N,
-                narrow_N,
-            ),
+            (table_N, id_N, cell_C, cell_N, bits, rank_N, count_B, table_U, id_U, head_U, size_2, inverse_N),
             shapes=(claim_loop, size, scratch.ids, id_N.dtype),
         )  # fmt: skip
-    return DeviceKeys(table_U, id_U, head_U, size_2, inverse_N, (inverse_N, narrow_N), check)
+    return DeviceKeys(table_U, id_U, head_U, size_2, inverse_N, check)

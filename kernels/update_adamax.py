@@ -12,9 +12,10 @@ Reference: Kingma, Ba. ICLR 2015, section 7.1, in the form and operation order o
 
 import numpy as np
 
+from oneemb.kernels.backend import RowLoops
 from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import l2_grad, lerp, lerp_scalars, maximum
-from oneemb.kernels.rule_loops import RowLoops, element_loops, row_update
+from oneemb.kernels.rule_loops import element_loops, row_update
 
 
 @rule

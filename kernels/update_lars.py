@@ -17,9 +17,10 @@ import math
 
 import numpy as np
 
+from oneemb.kernels.backend import RowLoops
 from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import l2_grad
-from oneemb.kernels.rule_loops import RowLoops, row_loops, row_update
+from oneemb.kernels.rule_loops import row_loops, row_update
 
 
 @rule

@@ -9,8 +9,9 @@ of the authors' code for PyTorch.
 
 import numpy as np
 
+from oneemb.kernels.backend import RowLoops
 from oneemb.kernels.jit import Number, rule
-from oneemb.kernels.rule_loops import RowLoops, element_loops, row_update
+from oneemb.kernels.rule_loops import element_loops, row_update
 
 
 @rule

@@ -18,9 +18,10 @@ import math
 
 import numpy as np
 
+from oneemb.kernels.backend import RowLoops
 from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import lerp_scalars
-from oneemb.kernels.rule_loops import RowLoops, element_loops, row_update
+from oneemb.kernels.rule_loops import element_loops, row_update
 from oneemb.kernels.update_adam import decay_scalars, moments
 
 

@@ -22,10 +22,11 @@ from math import pow as power  # not math.pow, which torch replaces while any th
 
 import numpy as np
 
+from oneemb.kernels.backend import RowLoops
 from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.jit_code import float_bits, uint_as_float
 from oneemb.kernels.row_update import l2_grad
-from oneemb.kernels.rule_loops import RowLoops, row_loops, row_update
+from oneemb.kernels.rule_loops import row_loops, row_update
 
 STEP_MAX = (1 << 31) - 1
 

@@ -25,14 +25,14 @@ def test_gathered_bits_are_the_slabs(gpu, dim, dtype):
     out = out.view(DTYPES[dtype])
     vectors = {"float32": 4, "float16": 8, "bfloat16": 8}[dtype]
     assert vector_width(dim, slab, out) == (vectors if dim % 8 == 0 else 1)
-    gather_cuda(slab, gpu.put(slot_U), gpu.put(inverse_N), out, gpu=gpu)
+    gather_cuda(slab, gpu.put(slot_U), gpu.put(inverse_N.astype(np.int32)), out, gpu=gpu)
     expected = np.where((inverse_N < 0)[:, None], 0, weight_SX[slot_U[inverse_N], :dim]).astype(weight_SX.dtype)
     assert out.cpu().numpy().tobytes() == expected.tobytes()
 
 
 def test_a_slab_that_is_not_aligned_is_gathered_one_weight_at_a_time(gpu):
     words, slot_U = gpu.put(np.arange(41, dtype=np.float32)), gpu.put(np.array([3, 1]))
-    inverse_N = gpu.put(np.arange(2))
+    inverse_N = gpu.put(np.arange(2, dtype=np.int32))
     for slab in (words[:-1].view(5, 8), words[1:].view(5, 8)):  # of the same shape, one after the other
         out = gpu.full(2, 8, value=-1, dtype=torch.float32)
         gather_cuda(slab, slot_U, inverse_N, out, gpu=gpu)

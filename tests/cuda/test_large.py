@@ -35,10 +35,12 @@ def test_rows_beyond_two_to_the_31_elements_are_read_written_and_updated(gpu, sl
     found = copy_rows_out_cuda(row_SW, slot_U, DIM // 2, gpu=gpu)
     assert found.cpu().numpy().tobytes() == bits.tobytes()
     out_ND = gpu.empty(4, DIM, dtype=torch.int16)
-    gather_cuda(slab_SX, slot_U, gpu.put(np.arange(4)), out_ND, gpu=gpu)
+    gather_cuda(slab_SX, slot_U, gpu.put(np.arange(4, dtype=np.int32)), out_ND, gpu=gpu)
     assert out_ND.cpu().numpy().tobytes() == bits.tobytes()
     out_PD = gpu.empty(1, DIM, dtype=torch.int16)
-    pool_cuda(slab_SX, slot_U, gpu.put(np.arange(4)), Bags(gpu.put(np.array([0, 4]))), None, out_PD, gpu=gpu)
+    pool_cuda(
+        slab_SX, slot_U, gpu.put(np.arange(4, dtype=np.int32)), Bags(gpu.put(np.array([0, 4]))), None, out_PD, gpu=gpu
+    )
     assert out_PD.cpu().numpy().tobytes() == to_bits(rows.sum(0, keepdims=True), "bfloat16").tobytes()
     grad_UD = gpu.full(4, DIM, value=2, dtype=torch.float32)
     options = dict(lr=0.5, momentum=0.0, dampening=0.0, nesterov=False, weight_decay=0.0)

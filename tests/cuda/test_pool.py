@@ -44,7 +44,7 @@ def some_bags(seed=2, bags=7, keys=5, most=5, dim=8, dtype="float32"):
     lengths = rng.integers(0, most, bags)
     lengths[:2] = 0, 2
     offset_P1 = np.concatenate([[0], np.cumsum(lengths)])
-    inverse_N = rng.integers(-1, keys, offset_P1[-1])
+    inverse_N = rng.integers(-1, keys, offset_P1[-1]).astype(np.int32)
     inverse_N[:2] = -1
     return weight_SX, rng.permutation(2 * keys)[:keys], inverse_N, offset_P1
 
@@ -167,7 +167,7 @@ def test_scaled_sums_of_bags_gradients_have_the_cpus_bits_up_to_a_part(gpu, dim,
 
 def test_a_hot_key_of_many_bags_is_summed_in_scaled_parts(gpu):
     rng = np.random.default_rng(7)
-    inverse_N = np.where(rng.random(3 * PART) < 0.9, 0, 1)
+    inverse_N = np.where(rng.random(3 * PART) < 0.9, 0, 1).astype(np.int32)
     bag_N, scale_N = np.arange(3 * PART) // 3, rng.normal(0, 1, 3 * PART).astype(np.float32)
     grad_PD = rng.normal(0, 1, (PART, 4)).astype(np.float32)
     segments = segments_of(

@@ -112,7 +112,7 @@ def test_rows_are_those_of_the_cpu(gpu, name, dim, dtype):
 
 
 def segments(gpu, grad_ND, inverse_N, keys, dtype="float32"):
-    return segments_of(gpu.put(to_bits(grad_ND, dtype)), gpu.put(inverse_N), keys, gpu=gpu)
+    return segments_of(gpu.put(to_bits(grad_ND, dtype)), gpu.put(inverse_N.astype(np.int32)), keys, gpu=gpu)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from oneemb.graph.row_optimizers import row_optimizer_of
 from oneemb.kernels import cuda_code
 from oneemb.kernels.cuda_arguments import (
+    first_places,
     have_words,
     layout_of,
     packer_of,
@@ -57,18 +58,23 @@ def test_numbers_have_their_natural_alignment_and_tuples_are_their_members():
     assert layout_of(signature).size == struct.calcsize("?7xq16xqqqqq?3xf?7xdQf")
 
 
-def test_a_buffer_that_is_refilled_is_as_one_that_is_packed_anew():
-    def args(number, factor, flag):
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_buffer_that_is_refilled_is_as_one_that_is_packed_anew(apart):
+    def args(number, factor, flag, *, twice=True):
         arrays = with_words(torch.zeros(3, 4)), torch.zeros(2, dtype=torch.int32), torch.zeros(0, 6)
+        kept, again = (arrays[0], arrays[1]) if twice else (with_words(torch.zeros(3, 4)), arrays[1].clone())
         small = (np.float32(factor), flag, factor, arrays[1])
-        return flag, np.int32(number), arrays[0], flag, small, np.uint64(abs(number)), arrays[2], np.float32(factor)
+        last = arrays[2], np.float32(factor), kept, again
+        return flag, np.int32(number), arrays[0], flag, small, np.uint64(abs(number)), *last
 
-    first, second = args(7, 0.1, True), args(-(2**31), 3.7, False)
+    # A tensor that stood at two places may be two tensors now.
+    first, second = args(7, 0.1, True), args(-(2**31), 3.7, False, twice=not apart)
     signature = signature_of(first)
     other = (torch.zeros(1, 2), 5), (torch.zeros(1, 2), -9)  # of another launch, which is refilled together
     pack, pack_other = packer_of(signature), packer_of(signature_of(other[0]))
     with_words_of_each = have_words(first), have_words(other[0])
-    refill, (forms, forms_of_other) = refiller_of((signature, signature_of(other[0])), with_words_of_each)
+    firsts = first_places((first, other[0]))
+    refill, (forms, forms_of_other) = refiller_of((signature, signature_of(other[0])), with_words_of_each, firsts)
     refilled, anew = bytearray(512), bytearray(512)
     others_refilled, others_anew = bytearray(128), bytearray(128)
     assert pack(refilled, first) and pack(anew, second) and refilled != anew

@@ -91,7 +91,7 @@ class NullGpu(Gpu):
         if name == "collect_loop":
             found = named(loop, args)
             found["size_2"][0] = self.unique
-            for array in ("table_U", "id_U", "head_U", "inverse_N", "narrow_N"):
+            for array in ("table_U", "id_U", "head_U", "inverse_N"):
                 found[array].zero_()
         elif name == "acquire_loop":
             slot_U, count_4 = (named(loop, args)[name] for name in ("slot_U", "count_4"))
