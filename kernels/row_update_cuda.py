@@ -329,12 +329,10 @@ def run_row_update_cuda(
         return ((found, gpu.grid_of_rows(rows, dim // v)),)
 
     go_1 = gpu.filled(1, 1) if go_1 is None else go_1
-    dirty_S = no_dirty if dirty_S is None else dirty_S
     if rows > 0:
-        gpu.run_in_turn(
-            loops, (weight_SX, row_SW, slot_U, *arrays, go_1, dirty_S, state_begin, scalars),
-            shapes=(
-                loop, rows, weight_SX.shape, weight_SX.dtype, weight_SX.data_ptr() % 16, row_SW.shape, of_grad,
-                dirty_S.shape, state_begin,
-            ),
+        # The shape of the slab is that of weight_SX too, and says how many dirty bits there are.
+        shapes = (
+            loop, rows, row_SW.shape, row_SW.data_ptr() % 16, weight_SX.dtype, of_grad, dirty_S is None, state_begin,
         )  # fmt: skip
+        dirty_S = no_dirty if dirty_S is None else dirty_S
+        gpu.run_in_turn(loops, (weight_SX, row_SW, slot_U, *arrays, go_1, dirty_S, state_begin, scalars), shapes=shapes)

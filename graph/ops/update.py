@@ -456,16 +456,21 @@ def advance(optimizers: Sequence[StepOptimizer], lr_schedulers: Sequence[Schedul
 _ZERO_GRAD = torch.optim.Optimizer.zero_grad
 
 
-def zero_grad(optimizer: torch.optim.Optimizer) -> None:
-    """Set the gradients of an optimizer to None. torch's own `zero_grad` is called only while a profiler runs, since
-    the record that it makes for the profiler takes time."""
+def zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    """Drop the gradients of an optimizer; those of rows are unpinned. torch's own `zero_grad` sets dense ones to None
+    only while a profiler runs, since the record that it makes for the profiler takes time."""
     changed = type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in vars(optimizer)
-    if changed or torch.autograd._profiler_enabled():
-        optimizer.zero_grad(set_to_none=True)
-        return
+    by_torch = changed or not set_to_none or torch.autograd._profiler_enabled()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            grad = parameter.grad
+            if isinstance(grad, RowGrad):
+                grad.unpin()
+            elif by_torch:
+                continue
             parameter.grad = None
+    if by_torch:
+        optimizer.zero_grad(set_to_none=set_to_none)
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -234,15 +234,7 @@ class Optimizer(torch.optim.Optimizer):
         if self.row_step.has_grads:  # gradients of a step that was stopped
             with signals_deferred:
                 self.row_step.put_back()
-        for _, weight, _ in row_weights(self.optimizer):
-            grad = weight.grad
-            if isinstance(grad, ops.RowGrad):
-                grad.unpin()
-                weight.grad = None
-        if set_to_none:
-            ops.zero_grad(self.optimizer)
-        else:
-            self.optimizer.zero_grad(set_to_none=False)
+        ops.zero_grad(self.optimizer, set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the torch optimizer. Embeddings whose weights are in the group are attached at the next

@@ -43,13 +43,13 @@ class _SignalsDeferred:
 
     def __enter__(self) -> None:
         me = threading.get_ident()
-        if signals.depth and me == signals.main:
-            signals.depth += 1
-        else:
-            signals.hold()
+        if depth := self._inside.get(me):  # The outermost block holds signals and forks.
+            self._inside[me] = depth + 1
+            return
+        signals.hold()
         try:
-            self._inside[me] = depth = self._inside.get(me, 0) + 1  # Write, then read: see `_hold_forks`.
-            if depth == 1 and self._forking is not None:
+            self._inside[me] = 1  # Write, then read: see `_hold_forks`.
+            if self._forking is not None:
                 del self._inside[me]
                 self._hold_forks(interruptible=True)
         except BaseException:
@@ -61,13 +61,10 @@ class _SignalsDeferred:
         depth = self._inside.get(me, 0)
         if depth > 1:
             self._inside[me] = depth - 1
-        elif depth == 1:
+            return
+        if depth == 1:
             del self._inside[me]
-        if me == signals.main:
-            if signals.depth > 1:
-                signals.depth -= 1
-            elif signals.depth == 1:
-                signals.end()
+        signals.let_come()
 
     def raise_interrupt(self) -> None:
         """Raise KeyboardInterrupt if Ctrl-C was deferred. Call it at points of a block where an interrupt is
