@@ -107,6 +107,28 @@ def test_an_option_that_a_hook_changes_and_rows_cannot_follow_leaves_the_rows_in
     assert not torch.equal(embedding(IDS), before) and embedding.stats()["step"] == 1
 
 
+def test_an_option_that_a_hook_changes_for_the_last_embedding_leaves_the_rows_of_all():
+    """Both in groups of their own, so that their rows are updated one after the other."""
+    embeddings = [make_embedding(), make_embedding()]
+    dense = torch.optim.SGD([{"params": [embedding.weight]} for embedding in embeddings], lr=0.1)
+    optimizer = oneemb.Optimizer(dense, embeddings)
+    before = [embedding(IDS).detach() for embedding in embeddings]
+    for step in (optimizer.step, dense.step):
+
+        def change(optimizer, *_):
+            optimizer.param_groups[1]["momentum"] = 0.9
+
+        handle = dense.register_step_pre_hook(change)
+        sum(embedding(IDS).sum() for embedding in embeddings).backward()
+        with pytest.raises(ValueError, match="momentum must stay off"):
+            step()
+        handle.remove()
+        optimizer.zero_grad()
+        dense.param_groups[1]["momentum"] = 0
+        for embedding, rows in zip(embeddings, before, strict=True):
+            assert torch.equal(embedding(IDS), rows) and embedding.stats()["step"] == 0
+
+
 @pytest.mark.parametrize("merged", [False, True])
 def test_what_nobody_can_hold_back_in_an_update_breaks_every_embedding_of_the_step(merged):
     """Such as an exception that another thread puts there: it may have come between the rows of two embeddings."""

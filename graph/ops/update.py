@@ -318,6 +318,17 @@ def step(optimizer: StepOptimizer, go: bool, after_hooks: Callable[[], None] | N
     return groups
 
 
+def check_options(optimizer: StepOptimizer, grads: Sequence[RowGrads], groups: Groups) -> None:
+    """Raise ValueError if hooks, which ran after `check_finite`, have changed an option in a way that rows cannot
+    follow. Called for all gradients of a step before rows change. `groups`: result of `step`."""
+    for grad in grads if groups else ():
+        rows = optimizer.rows_of(grad.stores[0])
+        if rows is not None:
+            row_optimizer, options = rows
+            for group in filter(None, options):
+                row_optimizer.check(groups.get(id(group), group))
+
+
 def measure_update(args: tuple[object, RowGrads | None, bool, object], result: None) -> tuple[int, int]:
     _, grads, go, *_ = args
     if grads is None or not go:
@@ -333,10 +344,9 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
     Args:
         grads: one of the results of `reduce_grads`.
         go: result of `may_step`; if False, nothing is updated.
-        groups: options of the param groups, from `step`; None = the current options.
+        groups: options of the param groups, from `step`, for which `check_options` was called; None = the current ones.
 
     Raises:
-        ValueError: a hook has changed an option in a way that the rows cannot follow; no row has changed.
         StorageError: the rows were replaced since the lookup; nothing has changed.
     """
     # One param group trains all merged stores, so the first store answers for all.
@@ -346,8 +356,6 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
     store, (row_optimizer, options) = grads.store, rows
     if groups:
         options = [groups.get(id(group), group) if group else group for group in options]
-        for group in filter(None, options):  # `check_finite` has checked the options before hooks ran.
-            row_optimizer.check(group)
     store_locks, writing = [], []
     for member in grads.stores:
         member.store_lock.check(changes=True)

@@ -319,6 +319,8 @@ def step_together(
                 finally:
                     rows_stepped.discard(row_step.optimizer)
             for row_step, grads_of_step, options_of_step in zip(rows, grads, options, strict=True):
+                ops.check_options(row_step, grads_of_step, options_of_step)
+            for row_step, grads_of_step, options_of_step in zip(rows, grads, options, strict=True):
                 row_step.update(grads_of_step, go, options_of_step, stats)
                 row_step.taken += go
         except BaseException as error:

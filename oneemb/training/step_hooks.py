@@ -104,6 +104,7 @@ class _Hooked(RowStep):
         try:
             if any(grads.generation != grads.store.generation for grads in self._reduced):
                 self._reduced = self.reduce(UNCOUNTED)  # A hook or another thread has moved or replaced the rows.
+            ops.check_options(self, self._reduced, self._options)
             self.update(self._reduced, self._go, self._options, UNCOUNTED)
         except Exception as error:
             name = type(self.optimizer).__name__
