@@ -1,5 +1,6 @@
 """Memory that runs out anywhere in a call: its allocations of 4 KiB and more fail in turn, in a process of its own."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ def run(library, store, folder, stride, *operations, program="failing_allocation
          str(stride), *operations],
         env={
             "LD_PRELOAD": str(library), "PATH": "/usr/bin:/bin", "HOME": str(Path.home()),
-            "PYTHONPATH": str(SUPPORT.parents[1]),
+            "PYTHONPATH": str(SUPPORT.parents[1]), "OMP_WAIT_POLICY": os.environ["OMP_WAIT_POLICY"],
         },
         capture_output=True, text=True, timeout=3600,  # A guard against a hang.
     )  # fmt: skip

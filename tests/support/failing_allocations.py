@@ -301,8 +301,6 @@ def run(subject, allocations, operations=OPERATIONS, *, stride=1, most=400):
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    gc.collect()
-    gc.freeze()  # Collections after failed calls skip what was there before.
     library, kind, folder, stride = sys.argv[1:5]
     operations = sys.argv[5:] or OPERATIONS
     if kind == "ssd-index":
@@ -310,6 +308,8 @@ if __name__ == "__main__":
         make_shards_small(patch, overlay=300)
         patch.setattr(cold_index, "_OVERLAY_PART", 1 << 12)  # A quarter of the limit would hold all keys of the test.
     subject = Subject(kind, folder, 0)
+    gc.collect()
+    gc.freeze()  # Collections after failed calls skip what was there before.
     wrong, failures, broken = run(subject, Preloaded(library), operations, stride=int(stride))
     if kind == "ssd-index" and not subject.embedding.stats()["persistent"]["index_blocks_read"]:
         wrong.append("no block of the index was read")
