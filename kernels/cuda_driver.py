@@ -112,7 +112,8 @@ def launch_loops(launch: Any, stream: Any, device: Any) -> int:
         stream: the stream's handle.
 
     Returns:
-        0, or the code of an error in the lowest 32 bits, and above them the number of loops that were launched before.
+        0, or the code of an error in the lowest 32 bits, and above them the number of loops that were launched before;
+        if these are all, the context could not be set back.
     """
     if launch == 0:
         return 0
@@ -133,7 +134,8 @@ def launch_loops(launch: Any, stream: Any, device: Any) -> int:
         launch = word_at(launch, _NEXT)
         done += code == 0
     if before != context:
-        call_at(word_at(device, _SET_CURRENT), (before,))
+        set_back = call_at(word_at(device, _SET_CURRENT), (before,))
+        code = set_back if code == 0 else code
     return code | done << 32 if code != 0 else 0
 
 
@@ -261,7 +263,10 @@ class Device:
 
     def error_of(self, launches: Sequence[Launched], failed: int) -> DriverError:
         """The error of launches for which `launch_loops` has returned `failed`."""
-        one, code = launches[failed >> 32], failed & 0xFFFFFFFF
+        launched, code = failed >> 32, failed & 0xFFFFFFFF
+        if launched == len(launches):
+            return DriverError("cannot set back the CUDA context of the thread after a launch", code)
+        one = launches[launched]
         blocks, *threads = one.grid
         return DriverError(
             f"cannot launch {one.kernel.name} on {blocks} x {tuple(threads)} threads, or a launch before it has failed",

@@ -78,6 +78,7 @@ def test_errors_name_the_loop(counted):
     errors = counted["errors"]
     assert errors["launch"].startswith("DriverError: cannot launch slots_cuda.release_loop on 1 x (256, 1) threads")
     assert "(700)" in errors["launch"] and errors["launch after it"] == ""
+    assert errors["context"].startswith("DriverError: cannot set back the CUDA context of the thread after a launch: ")
     assert errors["no memory"].startswith("DriverError: cannot load slots_cuda.release_loop on the GPU: ")
     for name in ("gaps", "dtype"):
         assert errors[name].startswith("TypeError: cannot launch slots_cuda.release_loop: a loop takes no tensor of")
