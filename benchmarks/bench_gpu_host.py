@@ -3,8 +3,9 @@
     python benchmarks/bench_gpu_host.py
 
 On a machine without a GPU, on a driver that does nothing (tests/support/null_driver.c), with a batch so small that
-torch's ops, which then run on the CPU, take no longer than they take to be called. `torch` is the time within torch,
-by the profiler; `oneemb` is all other time, launches of loops included; `loops` are these.
+torch's ops, which then run on the CPU, take no longer than they take to be called. `torch` is the time of torch's
+calls without oneemb, made again between the steps; `oneemb` is all other time, launches of loops included; `loops` are
+these.
 """
 
 import argparse
@@ -30,10 +31,6 @@ import oneemb
 from oneemb.kernels import launch
 
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"
-TORCH = os.path.dirname(torch.__file__) + os.sep
-# Compiled functions as the profiler names them: torch's without torch's name, and those that only read a tensor.
-OF_TORCH = "<built-in method apply>", "<built-in method _make_wrapper_subclass>"
-READS = "data_ptr", "is_contiguous"
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "adam": lambda params: torch.optim.Adam(params, lr=0.1),
@@ -118,9 +115,10 @@ def measure(gpu: launch.Gpu, options: argparse.Namespace) -> list[dict[str, Any]
             step()
         if hasattr(gpu, "stop_writing"):
             gpu.stop_writing()  # From now on a GPU that does nothing writes nothing.
-        found = [timed(gpu, "step", step, options.runs)]
+        alone = TorchAlone(ids, grad)
+        found = [timed(gpu, "step", step, alone, options.runs)]
         embedding.eval()
-        found.append(timed(gpu, "eval", evaluate, options.runs))
+        found.append(timed(gpu, "eval", evaluate, alone.eval(), options.runs))
         embedding.clear()  # The rows may go.
         embedding.close()
     return found
@@ -131,7 +129,7 @@ def least(times: list[float]) -> float:
     return statistics.quantiles(times, n=10)[0]
 
 
-def timed(gpu: launch.Gpu, what: str, call: Callable[[], None], runs: int) -> dict[str, Any]:
+def timed(gpu: launch.Gpu, what: str, call: Callable[[], None], alone: "TorchAlone", runs: int) -> dict[str, Any]:
     for _ in range(10):
         call()
     before = gpu.launches, gpu.waits
@@ -143,7 +141,8 @@ def timed(gpu: launch.Gpu, what: str, call: Callable[[], None], runs: int) -> di
         call()
         times.append(time.perf_counter() - start)
     host_us, loop_us = least(times) * 1e6, microseconds_of_loops(gpu, call)
-    torch_us = microseconds_of_torch(call, host_us)
+    check_same_calls(call, alone)
+    torch_us = microseconds_of_torch(call, alone, runs)
     return {
         "what": what, "host_us": round(host_us), "torch_us": round(torch_us), "oneemb_us": round(host_us - torch_us),
         "loops_us": round(sum(loop_us.values())), **counts,
@@ -173,40 +172,105 @@ def microseconds_of_loops(gpu: launch.Gpu, call: Callable[[], None], runs: int =
     return {name: least(times) * len(times) / runs for name, times in found.items()}
 
 
-def microseconds_of_torch(call: Callable[[], None], host_us: float, runs: int = 100) -> float:
-    """Time within torch of a call that takes `host_us`: in torch's Python files, and in its compiled functions but for
-    those that only read a tensor's address or layout.
+class EmptyGrad(torch.Tensor):
+    """A gradient that torch carries as it carries a gradient of rows."""
 
-    The profiler says how much. From the time of each compiled function the profiler's own cost of a call is taken off:
-    the time that it finds in a function that does nothing. Python's instructions take longer under the profiler, so
-    the rest of `host_us` is divided in the proportion of the times in torch's Python files and in all others.
-    """
-    call_us, found = least([microseconds_of_nothing() for _ in range(100)]), []
-    for _ in range(runs):
-        us: dict[tuple[bool, bool], float] = defaultdict(float)  # {(is compiled, is of torch): time}
-        for (file, _, name), (_, calls, seconds, *_) in profiled(call).items():
-            if file == "~":
-                of_torch = name in OF_TORCH or "torch" in name and not any(read in name for read in READS)
-                us[True, of_torch] += seconds * 1e6 - calls * call_us
-            else:
-                us[False, file.startswith(TORCH)] += seconds * 1e6
-        compiled_us, python_us = us[True, True] + us[True, False], us[False, True] + us[False, False]
-        found.append(us[True, True] + (host_us - compiled_us) * us[False, True] / python_us)
-    return least(found)
+    @staticmethod
+    def __new__(cls, dim: int) -> "EmptyGrad":
+        return torch.Tensor._make_wrapper_subclass(cls, (0, dim), dtype=torch.float32, device=torch.device("cpu"))
+
+    def __init__(self, *args: object):
+        """Does nothing, since `__new__` has made the tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> "EmptyGrad":
+        return EmptyGrad(args[0].shape[1])
 
 
-def microseconds_of_nothing(calls: int = 100) -> float:
-    """Time that the profiler finds in a call of a compiled function that does nothing."""
-    nothing = [].copy
-    rows = profiled(lambda: [nothing() for _ in range(calls)]).values()
-    return 1e6 * next(row[2] for row in rows if row[1] == calls) / calls
+class Backward(torch.autograd.Function):
+    """The calls of torch of a backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: tuple[torch.Tensor], alone: "TorchAlone", weight: torch.Tensor) -> torch.Tensor:
+        ctx.alone = alone
+        return rows[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        alone = ctx.alone
+        grads[0].reshape(-1, alone.dim)
+        torch.sort(alone.inverse_N, stable=True)
+        alone.make(*[torch.int64] * 3, *[torch.float32] * 2)
+        return None, None, EmptyGrad(alone.dim)
 
 
-def profiled(call: Callable[[], object]) -> dict[tuple[str, int, str], tuple[Any, ...]]:
-    """{(file, "~" for a compiled function; line; name): (_, number of calls, seconds within the function, ...)}"""
-    profile = cProfile.Profile()
+APPLY: Any = super(torch.autograd.Function, Backward).apply  # as lookups call it
+
+
+class TorchAlone(torch.nn.Module):
+    """The calls of torch of a step or an eval lookup, with arrays of the same kind, and no code of oneemb's."""
+
+    def __init__(self, ids: torch.Tensor, grad: torch.Tensor):
+        super().__init__()
+        self.ids, self.grad, self.dim, self.size = ids, grad, grad.shape[-1], ids.numel()
+        self.inverse_N = ids.reshape(-1).to(torch.int32)
+        self.weight = torch.nn.Parameter(torch.zeros(0, self.dim))
+        self.empties = 0
+
+    def make(self, *dtypes: torch.dtype) -> None:
+        for dtype in dtypes:
+            torch.empty(self.size, dtype=dtype, device=self.ids.device)
+        self.empties += len(dtypes)
+
+    def forward(self) -> torch.Tensor:
+        self.ids.reshape(-1).contiguous()
+        if self.training:
+            self.make(torch.int32, torch.int64, torch.int64, torch.int32, torch.int64)
+        else:
+            torch.empty(2, self.size, dtype=torch.int64, device=self.ids.device).unbind()
+            self.empties += 1
+        self.empties += 1
+        rows = torch.empty(*self.ids.shape, self.dim, dtype=torch.float32, device=self.ids.device)
+        rows.view(-1, self.dim)
+        return APPLY((rows,), self, self.weight) if self.training else rows
+
+    def run(self) -> None:
+        """Make the calls."""
+        if self.training:
+            self().backward(self.grad)
+            self.weight.grad = None
+        else:
+            with torch.no_grad():
+                self()
+
+
+def check_same_calls(call: Callable[[], None], alone: TorchAlone) -> None:
+    """Raise AssertionError if `alone` does not make as many arrays as `call`, whose code has changed then."""
+    profile, alone.empties = cProfile.Profile(), 0
     profile.runcall(call)
-    return pstats.Stats(profile).stats  # type: ignore[attr-defined,no-any-return]
+    calls = {name: row[1] for (_, _, name), row in pstats.Stats(profile).stats.items()}  # type: ignore[attr-defined]
+    alone.run()
+    made = calls["<built-in method torch.empty>"]
+    assert made == alone.empties, f"oneemb makes {made} arrays, and TorchAlone {alone.empties}: write them there"
+
+
+def microseconds_of_torch(call: Callable[[], None], alone: TorchAlone, runs: int) -> float:
+    """Time that torch's own calls of `call` take between two such calls, when the processor's caches hold other code,
+    as they do within it."""
+
+    def both() -> None:
+        call()
+        alone.run()
+
+    times = {call: [], both: []}  # type: dict[Callable[[], None], list[float]]
+    for _ in range(runs):
+        for one, found in times.items():
+            start = time.perf_counter()
+            one()
+            found.append(time.perf_counter() - start)
+    return 1e6 * (least(times[both]) - least(times[call]))
 
 
 if __name__ == "__main__":
