@@ -5,7 +5,6 @@ Invariant: an answer concerns the tensors of the call and the calling thread. To
 `torch.compiler.is_exporting`, hold for the whole process: also for threads that train while another thread exports.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -23,8 +22,6 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 hidden_from_modes = torch._C._DisableTorchDispatch
 """Block in which torch's dispatch modes see no op. Selective activation checkpointing is a mode that counts ops; a
 lookup repeated in the backward pass runs other ops than the first lookup, so the mode would mix up their results."""
-SEEN_BY_NO_MODE = contextlib.nullcontext()
-"""Block for a lookup without such modes: there is nothing to hide, and it takes less time."""
 
 _STAND_INS = {"FakeTensor", "FunctionalTensor"}
 """Names of the classes of tensors without values that exporters use."""

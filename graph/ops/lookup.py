@@ -295,7 +295,8 @@ class Lease:
         if self.generation != store.generation:
             raise StorageError(REPLACED)
         if store.backend.waits:  # A GPU reads and writes rows in the order of launches, whatever the host locks.
-            return self._read(weight_SX, slot_U)
+            out, self.argmax_PD = read_rows(store, weight_SX, slot_U, self.keys, self.scale_N, self.pooling)
+            return out
         with signals_deferred, store.writing:  # signals deferred, so that a fork finds no lock held
             return self._read(weight_SX, slot_U)
 

@@ -60,8 +60,7 @@ class RowGrad(torch.Tensor):
     """Whether the rows were updated within the backward pass. The gradient is then empty, and most ops on it raise."""
 
     @staticmethod
-    def __new__(
-        cls,
+    def of(
         store: EmbeddingStore,
         passes: Iterable[Pass] = (),
         summed: RowGrads | None = None,
@@ -71,15 +70,13 @@ class RowGrad(torch.Tensor):
         at_owners: bool = False,
         tables: frozenset[int] | None = None,
     ) -> "RowGrad":
+        """A gradient with these attributes."""
         grad = torch.Tensor._make_wrapper_subclass(
-            cls, (0, store.format.dim), dtype=torch.float32, device=store.backend.device
+            RowGrad, (0, store.format.dim), dtype=torch.float32, device=store.backend.device
         )
         grad.store, grad.passes, grad.summed, grad.holders = store, list(passes), summed, list(holders)
         grad.ranks, grad.at_owners, grad.tables = ranks, at_owners, tables
         return grad
-
-    def __init__(self, *args: object, **kwargs: object):
-        """Does nothing, since `__new__` has made the tensor."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own subclasses
 
@@ -179,7 +176,7 @@ class RowGrad(torch.Tensor):
             self.passes = []
 
     def copy_of(self) -> "RowGrad":
-        copy = RowGrad(
+        copy = RowGrad.of(
             self.store, self.passes, self.summed, self.holders, self.ranks, at_owners=self.at_owners, tables=self.tables
         )
         copy.spent = self.spent
@@ -425,7 +422,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.div_.Scalar: _div_,
     aten.neg.default: lambda grad: _mul(grad, -1.0),
     aten.zero_.default: _zero_,
-    aten.zeros_like.default: lambda grad, **_: RowGrad(grad.store, tables=grad.tables),
+    aten.zeros_like.default: lambda grad, **_: RowGrad.of(grad.store, tables=grad.tables),
     aten.linalg_vector_norm.default: _norm,
     aten.clamp_.default: _clamp_,
     aten.clamp.default: lambda grad, min=None, max=None: _clamp_(grad.copy_of(), min, max),

@@ -115,13 +115,13 @@ def _as_one(store: EmbeddingStore, row_grads: Sequence[RowGrad]) -> RowGrad:
     tables = None if len(all_tables) == store.num_tables else all_tables
     left = [[id(one.grad) for one in grad.passes] for grad in row_grads]
     if all(passes == left[0] for passes in left) and all(grad.summed is None for grad in row_grads):
-        return RowGrad(store, first.passes, tables=tables)
+        return RowGrad.of(store, first.passes, tables=tables)
     # A gradient was changed since its backward pass, and holds sums in place of passes.
     parts = [grads for grad in row_grads if (grads := grad.reduce()) is not None]
     holders = dict.fromkeys(
         lease for grad in row_grads for lease in (*(one.lease for one in grad.passes), *grad.holders)
     )
-    return RowGrad(store, (), join_grads(parts), holders, tables=tables)
+    return RowGrad.of(store, (), join_grads(parts), holders, tables=tables)
 
 
 def _merged_lookups(

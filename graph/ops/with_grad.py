@@ -104,7 +104,7 @@ class _WithGrad(torch.autograd.Function):
             for t, needed in enumerate(of_weights):
                 if needed:
                     tables = None if len(of_weights) == 1 else frozenset([t])
-                    row_grads[t] = RowGrad(lease.store, [one], ranks=ctx.ranks, tables=tables)
+                    row_grads[t] = RowGrad.of(lease.store, [one], ranks=ctx.ranks, tables=tables)
         lease.has_grad = True
         return lease.grad_of_scales(flat) if of_scales else None, None, None, None, *row_grads
 

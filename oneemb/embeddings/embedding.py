@@ -38,7 +38,7 @@ from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in
 from oneemb.graph.ops.keys import BagArguments, bags_of, columns_of, one_table, pooling_of
 from oneemb.graph.ranks import ranks_of
-from oneemb.graph.tracers import SEEN_BY_NO_MODE, hidden_from_modes, refuse_tracers, uncompiled
+from oneemb.graph.tracers import hidden_from_modes, refuse_tracers, uncompiled
 from oneemb.kernels.threads import Threads
 from oneemb.options import Initializer, StoreOptions, TableOptions, make_device_mem_store_options
 from oneemb.storage.embedding_store import EmbeddingStore
@@ -71,8 +71,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
     ):
         super().__init__()
         if keep_state_snapshots is not None and (type(keep_state_snapshots) is not int or keep_state_snapshots < 1):
-            given = repr(keep_state_snapshots)
-            raise ValueError(f"keep_state_snapshots must be an int of at least 1, or None, got {given}")
+            raise ValueError(f"keep_state_snapshots must be an int of at least 1, or None, got {keep_state_snapshots!r}")
         self.keep_state_snapshots = keep_state_snapshots
         dim_C = self._columns(embedding_dim)
         self.ranks = ranks_of(process_group, gradients_of_ranks, comm_dtype)
@@ -243,17 +242,19 @@ class TableEmbedding(SnapshotCalls, RowCalls):
             raise
         tables_C = None if columns is None else columns_of(columns)
         lookup = Lookup(ids, table_ids, offsets, tables_C, per_sample_weights, pools)
-        with hidden_from_modes() if is_seen else SEEN_BY_NO_MODE:
-            building = building_now()
-            if building is None:
-                watched = self.rows_before_growth() if self.training and not has_gradient and self.store.step else None
-                rows = self.lookups.look_up(self, lookup, self.training, has_gradient)
-                if watched is not None:
-                    self.warn_of_growth(watched)
-            else:
-                look_up = functools.partial(self.lookups.look_up, self, lookup, self.training, has_gradient)
-                rows = building.look_up(self, lookup, has_gradient, look_up)
+        rows = self._looked_up(lookup, has_gradient, is_seen)
         return rows if bags is None else bags.shaped(rows)
+
+    def _looked_up(self, lookup: Lookup, has_gradient: bool, is_seen: bool) -> torch.Tensor:
+        if is_seen:
+            with hidden_from_modes():
+                return self._looked_up(lookup, has_gradient, False)
+        if (building := building_now()) is not None:
+            look_up = functools.partial(self.lookups.look_up, self, lookup, self.training, has_gradient)
+            return building.look_up(self, lookup, has_gradient, look_up)
+        if self.training and not has_gradient and self.store.step:
+            return self.look_up_without_gradient(lookup)
+        return self.lookups.look_up(self, lookup, self.training, has_gradient)
 
     @uncompiled
     def read(self, ids: torch.Tensor, table_ids: torch.Tensor | int | None = None) -> torch.Tensor:
@@ -262,8 +263,8 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         Args:
             ids, table_ids: as for `forward`.
         """
-        is_seen = refuse_tracers(self, ids)
-        with hidden_from_modes() if is_seen else SEEN_BY_NO_MODE:
+        refuse_tracers(self, ids)
+        with hidden_from_modes():
             tables = one_table(table_ids, self.num_tables, ids, self._one_table)
             return self.lookups.look_up(self, Lookup(ids, tables), False, False)
 

@@ -4,10 +4,12 @@ Each rank passes its own ids, and the owner of a row carries out the call on it.
 """
 
 from collections import Counter
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from oneemb.graph.arguments import Lookup
 from oneemb.graph.build_error import warn_user
 from oneemb.graph.ops.keys import check_dtype
 from oneemb.graph.ops.lookup import free_failed_passes
@@ -27,8 +29,10 @@ class RowCalls(torch.nn.Module):
     num_tables: int
     policies: tuple[RowPolicy, ...] | None
     ranks: AnyRanks
+    lookups: Any
+    """Makes the lookups: see lookups.py, which is above this module."""
     warns_of_growth = True
-    """Whether the warning of `warn_of_growth` is still to be given."""
+    """Whether the warning of `look_up_without_gradient` is still to be given."""
 
     @property
     def num_rows(self) -> int:
@@ -66,22 +70,19 @@ class RowCalls(torch.nn.Module):
         found_N = np.logical_or.reduce([found_R[self.ranks.rank] for found_R in of_owners])
         return torch.from_numpy(found_N).view(ids.shape)
 
-    def rows_before_growth(self) -> int | None:
-        """Number of rows before a lookup in training mode without a gradient, of rows that a step has trained; None =
-        the lookup gives no warning, since the warning was given before, or gradients are on."""
-        if not self.warns_of_growth or torch.is_grad_enabled() or not self.store.built:
-            return None
-        return len(self.store.rows)
-
-    def warn_of_growth(self, before: int) -> None:
-        """Warn, once, if a lookup has inserted rows under `torch.no_grad()`, as an evaluation would that forgets
-        `eval()`. `before`: result of `rows_before_growth`."""
-        if (grown := len(self.store.rows) - before) > 0:
+    def look_up_without_gradient(self, lookup: Lookup) -> torch.Tensor:
+        """The rows of a lookup in training mode that has no gradient. Warns, once, if it has inserted rows under
+        `torch.no_grad()`, as an evaluation would that forgets `eval()`."""
+        warns = self.warns_of_growth and not torch.is_grad_enabled() and self.store.built
+        before = len(self.store.rows) if warns else 0
+        rows = cast(torch.Tensor, self.lookups.look_up(self, lookup, True, False))
+        if warns and (grown := len(self.store.rows) - before) > 0:
             self.warns_of_growth = False
             warn_user(
                 f"embedding {self.name!r} is in training mode, so a lookup under torch.no_grad() has inserted {grown:,}"
                 " new ids; to evaluate, call model.eval() before and model.train() after. This warning comes once"
             )
+        return rows
 
     def _check_table(self, table: object) -> None:
         is_number = isinstance(table, int | np.integer) and not isinstance(table, bool)

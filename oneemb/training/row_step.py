@@ -162,7 +162,9 @@ def rows_to_owners(weights: Iterable[Sequence[WeightInGroup]]) -> AnyRanks:
     for embedding, weight in embeddings.items():
         # Also if this rank has looked no ids up: it may own rows that other ranks have looked up.
         grad = weight.grad
-        grads.append(grad if isinstance(grad, ops.RowGrad) else ops.RowGrad(embedding.store, ranks=embedding.ranks))
+        if not isinstance(grad, ops.RowGrad):
+            grad = ops.RowGrad.of(embedding.store, ranks=embedding.ranks)
+        grads.append(grad)
     ranks = [embedding.ranks for embedding in embeddings if not embedding.ranks.alone]
     if (groups := len({one.group for one in ranks})) > 1:
         names = ", ".join(repr(embedding.name) for embedding in embeddings)

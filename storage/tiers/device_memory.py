@@ -86,7 +86,7 @@ class StreamOrder:
         self._gpu = gpu
         self._several = False
         """Whether calls have come on several streams."""
-        self._only: int | None = None if gpu.device.type == "cuda" else gpu.stream_now()
+        self.only: int | None = None if gpu.device.type == "cuda" else gpu.stream_now()
         """Handle of the stream of all calls so far; None = there is no call yet, or there are several streams."""
         self._end: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -98,11 +98,11 @@ class StreamOrder:
         if self._several:
             return False
         if self._stream is None or self._stream == stream:
-            self._stream, self._only = stream, stream.cuda_stream
+            self._stream, self.only = stream, stream.cuda_stream
             return True
         # In this order, since a thread may release slots on the first stream meanwhile, without a lock: its release
         # comes before this mark, or the thread makes a later one.
-        self._several, self._only = True, None
+        self._several, self.only = True, None
         self._end = self._stream.record_event()
         self._released.setdefault(self._stream, self._end)
         return False
@@ -116,7 +116,7 @@ class StreamOrder:
         """Note a call on the current stream. Returns whether all calls so far were on this stream, so that the launches
         are in order already."""
         # Handles are quicker to get than streams.
-        return self._gpu.stream_now() == self._only or self._alone(torch.cuda.current_stream(self._gpu.device))
+        return self._gpu.stream_now() == self.only or self._alone(torch.cuda.current_stream(self._gpu.device))
 
     @contextlib.contextmanager
     def _ordered(self, stream: torch.cuda.Stream, arrays: Callable[[], list[torch.Tensor]]) -> Iterator[None]:

@@ -52,7 +52,8 @@ def in_order(method: Callable[Concatenate[Slots, P], R]) -> Callable[Concatenate
 
     @functools.wraps(method)
     def run(self: Slots, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self._order.alone():  # without the calls that a `with` makes
+        # Without the calls that a `with` makes, and mostly without that of `alone`.
+        if self._gpu.stream_now() == self._order.only or self._order.alone():
             return method(self, *args, **kwargs)
         with self._order(self._arrays):
             return method(self, *args, **kwargs)
@@ -118,7 +119,8 @@ class DeviceSlots(MemoryTier):
 
     def _release(self, slot_U: torch.Tensor) -> None:
         self._gpu.run(release_loop, slot_U.shape[0], slot_U, self.pin_S, shapes=self.pin_S.shape)
-        self._order.released(slot_U)
+        if self._gpu.stream_now() != self._order.only:
+            self._order.released(slot_U)
 
     _release_in_order = in_order(_release)
 
