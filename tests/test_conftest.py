@@ -50,6 +50,10 @@ def test_collections_pass_over_what_was_there_before_the_first_test():
     assert gc.get_freeze_count() > 10_000 and gc.isenabled()
 
 
+def test_a_process_of_tests_does_not_collect_the_imports_of_the_server_of_forks():
+    assert "tests.support.rank_imports" not in sys.modules
+
+
 def give(group, value):
     return value
 
