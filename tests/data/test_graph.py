@@ -12,6 +12,7 @@ import torch
 
 import oneemb
 from oneemb.data import Files, GrowingFile, Ids, Loader
+from tests.support.rank_jobs import RankJob
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -109,30 +110,24 @@ def test_leaving_a_loop_ends_a_loader_that_waits(tmp_path, ends):
     graph.rows.close()
 
 
-WAITS = """
-import sys, torch, oneemb
-from oneemb.data import GrowingFile, Ids, Loader
-from tests.data.test_graph import Graph
-loader = Loader(GrowingFile(sys.argv[1] + "/log", {"user": "string", "n": "int64"}), 4, {"ids": Ids("user"), "n": "n"})
-graph = Graph(sys.argv[1])
-try:
-    for _ in graph.run(loader, prefetch_depth=int(sys.argv[2])):
-        print("trained", flush=True)
-except KeyboardInterrupt:
-    print("left", loader.state_dict()["next"][0][0][0], flush=True)
-"""
+def waits(group, report, folder, depth):
+    log = GrowingFile(f"{folder}/log", {"user": "string", "n": "int64"})
+    loader = Loader(log, 4, {"ids": Ids("user"), "n": "n"})
+    try:
+        for _ in Graph(folder).run(loader, prefetch_depth=depth):
+            report("trained")
+    except KeyboardInterrupt:
+        report(("left", loader.state_dict()["next"][0][0][0]))
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_ctrl_c_ends_a_loop_that_waits_for_rows(tmp_path, depth):
     (tmp_path / "log").write_text("".join(f'{{"user": "u{n}", "n": {n}}}\n' for n in range(4)))
-    command = [sys.executable, "-c", WAITS, str(tmp_path), str(depth)]
-    job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert job.stdout.readline() == "trained\n"
+    job = RankJob(0, waits, str(tmp_path), depth)
+    job.wait_for("trained")
     time.sleep(0.2)
-    job.send_signal(signal.SIGINT)
-    out, _ = job.communicate(timeout=120)
-    assert out == f"left {(tmp_path / 'log').stat().st_size}\n" and job.returncode == 0
+    job.kill(0, signal.SIGINT)
+    assert job.end() == [(0, ["trained", ("left", (tmp_path / "log").stat().st_size)])]
 
 
 def test_importing_the_package_loads_no_reader():

@@ -7,8 +7,6 @@ import logging
 import os
 import random
 import re
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -20,6 +18,7 @@ import oneemb
 from oneemb.serving import build, model as serving_model
 from oneemb.storage.errors import OtherSnapshotError, StorageError
 from tests.serving.test_following import PATIENCE_S, Building, child, ended_well, wait_for
+from tests.support.forks import fork_context
 from tests.support.inside import follower_of
 from tests.support.waits import ended
 
@@ -577,37 +576,34 @@ def test_a_module_that_fits_in_several_places_needs_a_prefix(tmp_path):
 
 # ---- kills -----------------------------------------------------------------------------------------------------------
 
-TRAINER = """
-import sys, pathlib, torch
-sys.path.insert(0, {root!r})
-from tests.serving.test_model import StampedJob
-job = StampedJob(pathlib.Path(sys.argv[1]))
-if job.path.exists():
-    state = torch.load(job.path)
-    job.model.load_state_dict(state)
-    job.saves = int(state["dense"])
-while True:
-    job.save()
-    for name in job.model.rows.snapshots()[:-2]:
-        job.model.rows.delete_snapshot(name)
-"""
+
+def train_for_ever(folder):
+    job = StampedJob(folder)
+    if job.path.exists():
+        state = torch.load(job.path)
+        job.model.load_state_dict(state)
+        job.saves = int(state["dense"])
+    while True:
+        job.save()
+        for name in job.model.rows.snapshots()[:-2]:
+            job.model.rows.delete_snapshot(name)
 
 
 def goes_on(served, last, trainer):
-    return trainer.poll() is not None or served.error is None and stamp(served) > last
+    return trainer.exitcode is not None or served.error is None and stamp(served) > last
 
 
 def kill_and_follow(folder, kills, seed):
     """Kill a trainer at random moments while a model follows it."""
     draw, path = random.Random(seed), folder / "model.pt"
-    command = [sys.executable, "-c", TRAINER.format(root=os.getcwd()), str(folder)]
     with oneemb.serve_model(path, lambda: Stamped(folder), missing_ok=True) as served:
         served.follow(0.002)
         last = 0
         for _ in range(kills):
-            trainer = subprocess.Popen(command)
+            trainer = fork_context().Process(target=train_for_ever, args=(folder,), daemon=True)
+            trainer.start()
             try:
-                assert wait_for(functools.partial(goes_on, served, last, trainer)) and trainer.poll() is None
+                assert wait_for(functools.partial(goes_on, served, last, trainer)) and trainer.exitcode is None
                 end = time.monotonic() + draw.uniform(0.0, 0.4)
                 while True:
                     now = stamp(served)
@@ -617,7 +613,7 @@ def kill_and_follow(folder, kills, seed):
                         break
             finally:
                 trainer.kill()
-                trainer.wait(60)
+                trainer.join(60)
         served.unfollow()
         served.refresh()
         assert stamp(served) >= last >= kills
