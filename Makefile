@@ -27,6 +27,8 @@ MEMORY := $(shell [ "$$(df --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 6
 unexport PYTHONDONTWRITEBYTECODE
 MEMORY_TMPDIR = $(if $(MEMORY),TMPDIR=$(MEMORY))
 PYTEST = $(MEMORY_TMPDIR) $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(if $(RERUNS),--reruns $(RERUNS) -rfER)
+# The simulator and compilers wait for nothing, and a process takes five seconds to begin: half as many.
+BUSY = -n $(shell echo $$((($(WORKERS) + 1) / 2)))
 
 # CUDA loops run in numba's simulator and are compiled for two GPUs. Each variable is read once a process.
 # A test that takes 10 minutes ends its process, which prints where each thread is; xdist goes on with a new process.
@@ -34,16 +36,16 @@ PYTEST = $(MEMORY_TMPDIR) $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(if $
 test: PYTEST += -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 test: $(call ready,test)  ## The test suite.
 	$(PYTEST)
-	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) -q tests/cuda
-	ONEEMB_TEST_COMPILE=1 $(PYTEST) -q tests/cuda_compile
+	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) $(BUSY) -q tests/cuda
+	ONEEMB_TEST_COMPILE=1 $(PYTEST) $(BUSY) -q tests/cuda_compile
 
 test-changed: $(call ready,test)  ## The tests nearest to what differs from BASE, for three minutes.
 	$(MEMORY_TMPDIR) $(RUN) -m tests.changed --base $(BASE)
 
 test-slow: $(call ready,test)  ## The long proofs: every crash, whole products of parameters, soaks.
 	$(PYTEST) -m slow
-	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) -q -m slow tests/cuda
-	ONEEMB_TEST_COMPILE=1 $(PYTEST) -q -m slow tests/cuda_compile
+	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) $(BUSY) -q -m slow tests/cuda
+	ONEEMB_TEST_COMPILE=1 $(PYTEST) $(BUSY) -q -m slow tests/cuda_compile
 
 # In an environment of its own, over that of the other tests.
 test-s3: $(VENV)/s3/ready  ## Snapshots and checkpoints in S3, by s3fs and a server of moto.
