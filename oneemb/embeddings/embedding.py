@@ -71,7 +71,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
     ):
         super().__init__()
         if keep_state_snapshots is not None and (type(keep_state_snapshots) is not int or keep_state_snapshots < 1):
-            raise ValueError(f"keep_state_snapshots must be an int of at least 1, or None, got {keep_state_snapshots!r}")
+            raise ValueError(f"keep_state_snapshots must be None or an int of at least 1, got {keep_state_snapshots!r}")
         self.keep_state_snapshots = keep_state_snapshots
         dim_C = self._columns(embedding_dim)
         self.ranks = ranks_of(process_group, gradients_of_ranks, comm_dtype)
