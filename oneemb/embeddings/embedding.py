@@ -71,7 +71,8 @@ class TableEmbedding(SnapshotCalls, RowCalls):
     ):
         super().__init__()
         if keep_state_snapshots is not None and (type(keep_state_snapshots) is not int or keep_state_snapshots < 1):
-            raise ValueError(f"keep_state_snapshots must be None or an int of at least 1, got {keep_state_snapshots!r}")
+            given = repr(keep_state_snapshots)
+            raise ValueError(f"keep_state_snapshots must be an int of at least 1, or None, got {given}")
         self.keep_state_snapshots = keep_state_snapshots
         dim_C = self._columns(embedding_dim)
         self.ranks = ranks_of(process_group, gradients_of_ranks, comm_dtype)
@@ -404,8 +405,7 @@ def copied(
 
 def embeddings_of(module: torch.nn.Module) -> dict[str, TableEmbedding]:
     """{qualified name: embedding} below a module; a shared embedding occurs once."""
-    found: dict[str, TableEmbedding] = embeddings_in(module)  # The graph package cannot import this class.
-    return found
+    return cast("dict[str, TableEmbedding]", embeddings_in(module))  # The graph package cannot import this class.
 
 
 @own_constructor
