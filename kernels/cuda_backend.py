@@ -74,8 +74,8 @@ class CudaBackend:
     # ---- arrays -----------------------------------------------------------------------------------------------------
 
     def array(self, tensor: torch.Tensor) -> torch.Tensor:
-        bits = BITS.get(tensor.dtype, tensor.dtype)
-        return tensor if bits is tensor.dtype else tensor.view(bits)
+        bits = BITS.get(dtype := tensor.dtype, dtype)
+        return tensor if bits is dtype else tensor.view(bits)
 
     def tensor(self, array: torch.Tensor) -> torch.Tensor:
         return array

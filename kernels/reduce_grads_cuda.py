@@ -57,11 +57,10 @@ class Segments(NamedTuple):
     @property
     def shapes(self) -> tuple[object, ...]:
         """A value that decides the shapes and dtypes of all arrays, and whether they are in C order, which gradients of
-        a user need not be."""
-        grad_NX, order_N, scale_N, begin_U1, _, part_PD = self
+        a user need not be. The number of parts follows from that of ids."""
+        grad_NX, order_N, scale_N, begin_U1, _, _ = self
         return (
             grad_NX.shape, grad_NX.dtype, grad_NX.is_contiguous(), order_N.shape, scale_N.shape, begin_U1.shape,
-            part_PD.shape,
         )  # fmt: skip
 
     @property

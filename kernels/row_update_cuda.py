@@ -309,14 +309,14 @@ def run_row_update_cuda(
         go_1: int64 [1] on the device: 0 = leave the rows as they are; None = go.
         dirty_S: bool [S]: dirty bits, which the loop sets; None = none.
     """
-    rows, dim = slot_U.shape[0], grad.shape[1]
+    rows, dim = shape = grad.shape
     none, no_scale, no_parts, no_dirty = gpu.nothing(dim)
     arrays: Segments | tuple[torch.Tensor, ...]
     of_grad: tuple[object, ...]
     if isinstance(grad, Segments):
         arrays, of_grad = grad, (grad.shapes, grad.grad_NX.data_ptr() % 16)
     else:
-        arrays, of_grad = (grad, none, no_scale, none, none, no_parts), (grad.shape, grad.is_contiguous())
+        arrays, of_grad = (grad, none, no_scale, none, none, no_parts), (shape, grad.is_contiguous())
 
     def loops() -> "Loops":
         # weight_SX and row_SW are views of one slab, so their rows are aligned alike.

@@ -241,7 +241,7 @@ class Lease:
         if self.has_grad or self.remote is not None or self.shared is not None or self.argmax_PD is not None:
             return None
         keys, backend = self.keys, self.store.backend
-        if keys.unique.id_U.shape[0] > grad_NX.shape[0]:  # of bags
+        if keys.bags is not None and keys.unique.id_U.shape[0] > grad_NX.shape[0]:
             return None
         return Summed(*backend.sum_grads(keys.unique, keys.bags, backend.array(grad_NX), self.scale_N))
 
