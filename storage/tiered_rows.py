@@ -148,6 +148,7 @@ class TieredRows:
             return
         if format.same_words(before.format) and backend is before.backend:
             before.format = format
+            self._set_new_rows(before)
             return
         with with_room(self._plan, self.tiers, format, backend, len(self)):
             self._replace(before, after, step)
