@@ -6,7 +6,8 @@ form (the state of an optimizer that comes later) or another place (a GPU).
 Invariants:
 - `relayout` succeeds, or leaves rows, form, place and snapshots as they were;
 - `load` succeeds, or leaves the rows as they were, or says by `whole` that some of them are gone;
-- `generation` changes whenever slots handed out before mean nothing any more.
+- `generation` changes whenever slots handed out before mean nothing any more;
+- format, backend and generation of the holder are those of the rows after every change.
 
 Nothing here is thread-safe: `EmbeddingStore` calls it under its lock.
 """
@@ -63,7 +64,7 @@ def _rescue_name() -> str:
 
 
 class HasRows(Protocol):
-    """An object with rows. Its attributes follow those of the rows: every lookup reads them."""
+    """The object that has the rows. `TieredRows` sets these attributes, which every lookup reads, to its own."""
 
     format: RowFormat
     backend: Backend
@@ -74,11 +75,11 @@ class TieredRows:
     """The rows of an embedding.
 
     Args:
-        holder: the object that has these rows.
+        holder: the object that has these rows, which keeps them; they do not keep the object.
         plan, bottom: the tiers, and the store below them.
         format: of a row, as long as no optimizer has come.
         initial, policies: first values of weights, and policies of tables; None = all rows stay.
-        loops: of the hot tier.
+        backend: of the hot tier.
         writing: the lock that is held by whoever writes rows in place.
     """
 
@@ -147,8 +148,7 @@ class TieredRows:
             self._set_new_rows(after)
             return
         if format.same_words(before.format) and backend is before.backend:
-            before.format = format
-            self._set_new_rows(before)
+            self._set_format(format)
             return
         with with_room(self._plan, self.tiers, format, backend, len(self)):
             self._replace(before, after, step)
@@ -246,9 +246,14 @@ class TieredRows:
         if (holder := self._holder()) is not None:
             holder.format, holder.backend, holder.generation = new_rows.format, new_rows.backend, self.generation
 
-    def _begin_generation(self) -> None:
-        self.generation += 1
+    def _set_format(self, format: RowFormat) -> None:
+        """Give the rows a format with the same words."""
+        self.new_rows.format = format
         self._set_new_rows(self.new_rows)
+
+    def _begin_generation(self) -> None:
+        holder = self._holder() or self
+        self.generation = holder.generation = self.generation + 1  # in one line: no error comes between
 
     def _set_tiers(self, tiers: list[Tier]) -> None:
         self.tiers = tiers
@@ -395,8 +400,7 @@ class TieredRows:
             if not self.built:
                 self.build(replace(rows.format, usage_words=self.format.usage_words))
             elif self.format.optimizer is None and self.format.state_width == 0 and not weights_only:
-                self.new_rows.format = replace(rows.format, usage_words=self.format.usage_words)
-                self._set_new_rows(self.new_rows)
+                self._set_format(replace(rows.format, usage_words=self.format.usage_words))
             for tier in self.tiers:
                 self.check_holds(tier, info, owned)
             if adds_state or owned is not None or not rows.format.same_words(self.format):

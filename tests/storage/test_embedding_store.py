@@ -683,6 +683,30 @@ def test_rows_move_to_another_place_whatever_is_below(kind, bottom, open_store, 
     assert store.stats()["rows"] == 200 and store.snapshots.names() == []
 
 
+@pytest.mark.parametrize("kind", PLANS)
+def test_format_backend_and_generation_of_a_store_are_those_of_its_rows(kind, open_store, monkeypatch):
+    monkeypatch.setattr(store_form, "backend_at", lambda device, threads: ElsewhereLoops(threads))
+    store = open_store(kind)
+    calls = [
+        (store.build, None),
+        (lambda: store.form.attach(*SGD), "sgd"),  # whose rows have the words of rows without an optimizer
+        (lambda: store.snapshots.save("of sgd", {}), "sgd"),
+        (lambda: store.form.detach("drop"), None),
+        (lambda: store.snapshots.load("of sgd"), "sgd"),
+        (lambda: store.form.attach(*ADAM), "adam"),
+        (lambda: train(store, 1, 2), "adam"),
+        (lambda: store.form.detach("sparse_adam"), "sparse_adam"),
+        (lambda: store.form.move_to(torch.device("meta")), "sparse_adam"),
+        (store.clear, "sparse_adam"),
+        (lambda: store.form.detach("drop"), None),
+        (store.close, None),
+    ]
+    for number, (call, optimizer) in enumerate(calls):
+        call()
+        assert store.format == store.rows.format and store.format.optimizer == optimizer, number
+        assert store.backend is store.rows.backend and store.generation == store.rows.generation, number
+
+
 _CALLS = ("put", "flush", "save_snapshot", "load_snapshot", "delete_snapshot", "scan", "clear", "open")
 
 
