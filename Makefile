@@ -27,7 +27,7 @@ MEMORY := $(shell [ "$$(df --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 6
 unexport PYTHONDONTWRITEBYTECODE
 MEMORY_TMPDIR = $(if $(MEMORY),TMPDIR=$(MEMORY))
 PYTEST = $(MEMORY_TMPDIR) $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(if $(RERUNS),--reruns $(RERUNS) -rfER)
-# The simulator and compilers wait for nothing, and a process takes five seconds to begin: half as many.
+# Tests of the simulator and of compilers wait for nothing, and a process takes five seconds to begin: half as many.
 BUSY = -n $(shell echo $$((($(WORKERS) + 1) / 2)))
 
 # CUDA loops run in numba's simulator and are compiled for two GPUs. Each variable is read once a process.

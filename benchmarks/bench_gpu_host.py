@@ -4,8 +4,8 @@
 
 On a machine without a GPU, on a driver that does nothing (tests/support/null_driver.c), with a batch so small that
 torch's ops, which then run on the CPU, take no longer than they take to be called. `torch` is the time of torch's
-calls without oneemb, made again between the steps; `oneemb` is all other time, launches of loops included; `loops` are
-these.
+calls without oneemb, made again between the steps; `oneemb` is all other time; `loops` is the part of it in which loops
+are launched.
 """
 
 import argparse
@@ -125,7 +125,7 @@ def measure(gpu: launch.Gpu, options: argparse.Namespace) -> list[dict[str, Any]
 
 
 def least(times: list[float]) -> float:
-    """The tenth part of the times is below this: other processes only add."""
+    """The first decile of times, since other processes only add time."""
     return statistics.quantiles(times, n=10)[0]
 
 
@@ -173,20 +173,17 @@ def microseconds_of_loops(gpu: launch.Gpu, call: Callable[[], None], runs: int =
 
 
 class EmptyGrad(torch.Tensor):
-    """A gradient that torch carries as it carries a gradient of rows."""
+    """A gradient of a class of its own without elements, as a `RowGrad` is."""
 
     @staticmethod
-    def __new__(cls, dim: int) -> "EmptyGrad":
-        return torch.Tensor._make_wrapper_subclass(cls, (0, dim), dtype=torch.float32, device=torch.device("cpu"))
-
-    def __init__(self, *args: object):
-        """Does nothing, since `__new__` has made the tensor."""
+    def of(dim: int) -> "EmptyGrad":
+        return torch.Tensor._make_wrapper_subclass(EmptyGrad, (0, dim), dtype=torch.float32, device=torch.device("cpu"))
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> "EmptyGrad":
-        return EmptyGrad(args[0].shape[1])
+        return EmptyGrad.of(args[0].shape[1])
 
 
 class Backward(torch.autograd.Function):
@@ -203,7 +200,7 @@ class Backward(torch.autograd.Function):
         grads[0].reshape(-1, alone.dim)
         torch.sort(alone.inverse_N, stable=True)
         alone.make(*[torch.int64] * 3, *[torch.float32] * 2)
-        return None, None, EmptyGrad(alone.dim)
+        return None, None, EmptyGrad.of(alone.dim)
 
 
 APPLY: Any = super(torch.autograd.Function, Backward).apply  # as lookups call it

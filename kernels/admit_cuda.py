@@ -123,7 +123,8 @@ class DeviceAdmission:
         self._slots = cell_C2, inserted_2, table_S, id_S, score_S, pin_S, dirty_S
         self._values = gpu.lane_bits(-(-weight_SX.shape[1] // 4)), weight_SX, row_SW
         self._initial = initial.seed, initial.kind_TC, initial.param_TC4, initial.end_C, state, state_begin
-        self._shapes = object()  # for launches of this object alone, whose arrays are always the same
+        # For launches of this object alone: their arrays are always the same, but for those of keys, as long as slot_U.
+        self._shapes = object()
         self._size, self._count_B = 0, arrays.count_X
 
     def acquire(

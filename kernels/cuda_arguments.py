@@ -166,7 +166,7 @@ def refiller_of(
 
     Args:
         have_words: for each signature, whether each leaf must be a tensor with words.
-        firsts: result of `first_places`. A tensor that stands at several places is read once where it does so again.
+        firsts: result of `first_places`. A tensor that stood at several places is read once if it stands there again.
 
     Returns:
         The function (arguments of each, known, *views), and the formats of the views of each buffer that it takes, in

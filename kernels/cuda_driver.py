@@ -185,7 +185,7 @@ class Repeated:
             for one, forms_of_loop in zip(launched, forms, strict=True)
             for form in forms_of_loop
         )
-        # A call is quicker if the views are default values of arguments.
+        # The views are default values of its arguments, so that a call need not pass them.
         self.refill = types.FunctionType(refiller.__code__, refiller.__globals__, argdefs=views)
 
 

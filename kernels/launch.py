@@ -298,7 +298,7 @@ class Gpu:
                 again.is_busy = True
                 if again.refill(args, again):
                     self.launches += again.count
-                    # As `Device.launch`, without its call.
+                    # As in `Device.launch`, but with a call less.
                     if failed := launch_loops(again.address, self.stream_now(), self._driver.address):
                         raise self._driver.error_of(again.launched, failed)
                     return

@@ -57,7 +57,7 @@ class Segments(NamedTuple):
     @property
     def shapes(self) -> tuple[object, ...]:
         """A value that decides the shapes and dtypes of all arrays, and whether they are in C order, which gradients of
-        a user need not be. The number of parts follows from that of ids."""
+        a user need not be. The shapes of part_U and part_PD follow from the others."""
         grad_NX, order_N, scale_N, begin_U1, _, _ = self
         return (
             grad_NX.shape, grad_NX.dtype, grad_NX.is_contiguous(), order_N.shape, scale_N.shape, begin_U1.shape,

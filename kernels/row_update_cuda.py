@@ -330,7 +330,7 @@ def run_row_update_cuda(
 
     go_1 = gpu.filled(1, 1) if go_1 is None else go_1
     if rows > 0:
-        # The shape of the slab is that of weight_SX too, and says how many dirty bits there are.
+        # The slab decides the shape of its view weight_SX, and how many dirty bits there are.
         shapes = (
             loop, rows, row_SW.shape, row_SW.data_ptr() % 16, weight_SX.dtype, of_grad, dirty_S is None, state_begin,
         )  # fmt: skip

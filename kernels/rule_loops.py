@@ -51,6 +51,7 @@ class RowUpdate:
         self.options = frozenset(self.kinds)
         """Names of the options."""
         self.single = tuple(self.options - {"beta1", "beta2"})
+        """Names of the options but for betas, which a param group of torch holds as a pair."""
         self.has_betas = "beta1" in self.options
 
     def planned(self) -> dict[str, tuple[RowLoops, tuple]]:

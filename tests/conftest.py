@@ -17,7 +17,7 @@ from hypothesis import settings
 
 from tests.support.rank_pool import RankPool
 
-# It asserts that its process has one thread; a process that runs tests may have more.
+# This module asserts that its process has one thread; a process that runs tests may have more.
 collect_ignore = ["support/rank_imports.py"]
 
 # Tests compare scores of a job and of its server. They are equal only if the order of MKL's sums does not depend on the

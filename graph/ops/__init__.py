@@ -9,6 +9,7 @@
     found = check_finite([optimizer], grads)       text about a gradient that is not finite, or None
     go    = may_step(found, [optimizer])           whether to take the step
     groups = step(optimizer, go)                   the dense parameters' optimizer, with its hooks
+    check_options(optimizer, grads, groups)        an error if rows cannot follow options that hooks have changed
     update(optimizer, grad, go, groups)            the rows' optimizer, in place, for each grad in grads
     advance([optimizer], [lr_scheduler], go)       drop gradients; learning rates of the next step
 

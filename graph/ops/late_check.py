@@ -59,12 +59,12 @@ class LateCheck:
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
         self._handle: int | None = None
-        """Handle of the stream of the last step, which is quicker to get than the stream."""
+        """Handle of the stream of the last step. A handle takes less time to get than a stream."""
         _checks.add(self)
 
-    def begin(self, grads: Sequence[RowGrads], dense: Sequence[torch.Tensor], counts: "list[_Count]") -> None:
-        """Let the device check the gradients of a step, which it then makes or not. Raises as `resolve` with
-        wait=False."""
+    def begin(self, grads: Sequence[RowGrads], dense: Sequence[torch.Tensor], counts: list[_Count]) -> None:
+        """Let the device check the gradients of a step, which it then makes or not. `counts` are those before the step,
+        to be restored if it is not made. Raises as `resolve` with wait=False."""
         gpu, checks = self.backend.gpu, self._loops
         if gpu.stream_now() != self._handle:
             self._change_stream()

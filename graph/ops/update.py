@@ -465,8 +465,9 @@ _ZERO_GRAD = torch.optim.Optimizer.zero_grad
 
 
 def zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    """Drop the gradients of an optimizer; those of rows are unpinned. torch's own `zero_grad` sets dense ones to None
-    only while a profiler runs, since the record that it makes for the profiler takes time."""
+    """Unpin and drop the gradients of rows, and drop dense gradients, or set them to zeros. To drop dense ones, torch's
+    own `zero_grad` is called only while a profiler runs, since its record for the profiler takes time; a `zero_grad`
+    that replaces torch's is always called."""
     changed = type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in vars(optimizer)
     by_torch = changed or not set_to_none or torch.autograd._profiler_enabled()
     for group in optimizer.param_groups:

@@ -30,7 +30,7 @@ class RowCalls(torch.nn.Module):
     policies: tuple[RowPolicy, ...] | None
     ranks: AnyRanks
     lookups: Any
-    """Makes the lookups: see lookups.py, which is above this module."""
+    """Object that makes lookups. lookups.py, which has its classes, imports this module."""
     warns_of_growth = True
     """Whether the warning of `look_up_without_gradient` is still to be given."""
 

@@ -52,7 +52,7 @@ def in_order(method: Callable[Concatenate[Slots, P], R]) -> Callable[Concatenate
 
     @functools.wraps(method)
     def run(self: Slots, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        # Without the calls that a `with` makes, and mostly without that of `alone`.
+        # Most calls come on the stream of all calls before, and then call neither `alone` nor what a `with` calls.
         if self._gpu.stream_now() == self._order.only or self._order.alone():
             return method(self, *args, **kwargs)
         with self._order(self._arrays):
