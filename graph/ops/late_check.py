@@ -33,17 +33,13 @@ class NonFiniteGradientError(ArithmeticError):
     have inserted stay, with their initial values."""
 
 
-_Count = tuple["weakref.ref[Any]", str, int]
-"""An object, the name of its count, and the count before a step. The lock of a store holds its checks, which must not
-keep the store."""
-
-
 class _Step(NamedTuple):
     """A step of which the host does not know yet whether the device has made it."""
 
     go: Any
     """`Later` value of go_1."""
-    counts: list[_Count]
+    counts: list[tuple[weakref.ref[Any], str, int]]
+    """Objects, names of their counts, and the counts before the step."""
 
 
 class LateCheck:
@@ -62,14 +58,17 @@ class LateCheck:
         """Handle of the stream of the last step. A handle takes less time to get than a stream."""
         _checks.add(self)
 
-    def begin(self, grads: Sequence[RowGrads], dense: Sequence[torch.Tensor], counts: list[_Count]) -> None:
-        """Let the device check the gradients of a step, which it then makes or not. `counts` are those before the step,
-        to be restored if it is not made. Raises as `resolve` with wait=False."""
+    def begin(self, grads: Sequence[RowGrads], dense: Sequence[torch.Tensor], counts: Counts) -> None:
+        """Let the device check the gradients of a step, which it then makes or not. `counts` are restored if it is not
+        made. Raises as `resolve` with wait=False."""
         gpu, checks = self.backend.gpu, self._loops
         if gpu.stream_now() != self._handle:
             self._change_stream()
         with self._lock:
             self._resolve(False)
+            # Read now, since another thread may have restored counts until here. The lock of a store holds this object,
+            # which must not keep the store.
+            before = [(weakref.ref(one), name, getattr(one, name)) for one, name in counts]
             go_1 = finite_1 = self.go_1
             for grad in grads:
                 found = grad.sum_to_check(go_1)
@@ -84,7 +83,7 @@ class LateCheck:
                 checks.check_norm_cuda(torch.nn.utils.get_total_norm(dense, torch.inf), go_1, gpu=gpu)
             later = self._later(gpu, 1)
             checks.check_sums_cuda(finite_1, go_1, gpu=gpu, later=later)
-            self._steps.append(_Step(later, counts))
+            self._steps.append(_Step(later, before))
 
     def _change_stream(self) -> None:
         """Let the next step, on the current stream, run after those before."""
@@ -181,13 +180,11 @@ def late_check_of(
         check = LateCheck(backend)
         for store in stores:
             store.step_lock.late_check = check
-    counts: list[_Count] = []
+    counts: list[tuple[Any, str]] = [*more]
     for store in stores:
-        counts.append((weakref.ref(store), "step", store.step))
+        counts.append((store, "step"))
     for step in steps:
-        counts.append((weakref.ref(step), "taken", step.taken))
-    for one, name in more:
-        counts.append((weakref.ref(one), name, getattr(one, name)))
+        counts.append((step, "taken"))
     check.begin(grads, list(itertools.chain(*dense.values())), counts)
     for step in dense:
         step.begin_late(check)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import oneemb
+from oneemb.graph.ops import LateCheck
 from oneemb.kernels.later import Later
 from tests.cuda.conftest import SIMULATED
 from tests.cuda.test_launches import Noted
@@ -249,6 +250,26 @@ def test_a_graph_sets_its_count_of_steps_back(gpu, late, tmp_path):
             graph(ids, 1.0)
         assert graph.steps == embedding.stats()["step"] == 1
     embedding.close()
+
+
+def test_a_count_that_another_thread_restores_in_a_step_is_restored_to_the_same_number_later(train, late, monkeypatch):
+    trained, begin = train(), LateCheck.begin
+    trained.step()
+
+    def begin_later(check, *args):
+        with pytest.raises(oneemb.NonFiniteGradientError):  # as in the other thread
+            check.resolve()
+        begin(check, *args)
+
+    late.now = True
+    trained.step(float("nan"))
+    with monkeypatch.context() as patch:
+        patch.setattr(LateCheck, "begin", begin_later)
+        trained.step(float("nan"))
+    late.now = False
+    with pytest.raises(oneemb.NonFiniteGradientError):
+        trained.step()
+    assert trained.embedding.stats()["step"] == 1
 
 
 def test_steps_that_are_to_be_left_out_are_counted_at_once(train, late):
