@@ -254,8 +254,8 @@ def check_same_calls(call: Callable[[], None], alone: TorchAlone) -> None:
 
 
 def microseconds_of_torch(call: Callable[[], None], alone: TorchAlone, runs: int) -> float:
-    """Time that torch's own calls of `call` take between two such calls, when the processor's caches hold other code,
-    as they do within it."""
+    """Time of the calls of `alone`, made right after `call`: the processor's caches then hold other code, as within
+    `call`."""
 
     def both() -> None:
         call()

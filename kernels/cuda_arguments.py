@@ -65,13 +65,13 @@ def dimensions(kind: str) -> tuple[str, int | None]:
     return (dtype, int(ndim)) if bracket else (dtype, None)
 
 
-def leaves(signature: Signature) -> Iterator[str]:
-    """The types of a signature, members of tuples one by one."""
-    for kind in signature:
-        if isinstance(kind, tuple):
-            yield from leaves(kind)
+def leaves(some: Sequence[Any]) -> Iterator[Any]:
+    """Arguments, or types of a signature, with the members of tuples one by one."""
+    for one in some:
+        if isinstance(one, tuple):
+            yield from leaves(one)
         else:
-            yield kind
+            yield one
 
 
 def layout_of(signature: Signature) -> struct.Struct:
@@ -107,21 +107,13 @@ _ADDRESS_OF_WORDS = 3
 
 def have_words(args: Sequence[Any]) -> tuple[bool, ...]:
     """Whether each leaf of the arguments is a tensor with words."""
-    found: list[bool] = []
-    for arg in args:
-        found += have_words(arg) if isinstance(arg, tuple) else (hasattr(arg, "launch_words"),)
-    return tuple(found)
+    return tuple(hasattr(leaf, "launch_words") for leaf in leaves(args))
 
 
 def first_places(args: Sequence[Any]) -> tuple[int, ...]:
     """For each leaf of the arguments, the number of the first leaf that is the same object."""
     numbers: dict[int, int] = {}
-
-    def leaves_of(some: Sequence[Any]) -> Iterator[Any]:
-        for arg in some:
-            yield from leaves_of(arg) if isinstance(arg, tuple) else (arg,)
-
-    return tuple(numbers.setdefault(id(leaf), n) for n, leaf in enumerate(leaves_of(args)))
+    return tuple(numbers.setdefault(id(leaf), n) for n, leaf in enumerate(leaves(args)))
 
 
 Packer = Callable[[Any, Sequence[Any]], bool]

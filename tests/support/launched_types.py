@@ -4,17 +4,9 @@ import contextlib
 
 import torch
 
-from oneemb.kernels.cuda_arguments import signature_of
+from oneemb.kernels.cuda_arguments import leaves, signature_of
 from oneemb.kernels.cuda_signatures import cases
 from oneemb.kernels.launch import Gpu
-
-
-def leaves(args):
-    for arg in args:
-        if isinstance(arg, tuple):
-            yield from leaves(arg)
-        else:
-            yield arg
 
 
 @contextlib.contextmanager
