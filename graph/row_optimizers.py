@@ -200,17 +200,12 @@ def _run(
 
 def _options(update: RowUpdate, group: Group) -> dict[str, Any]:
     """The options of a group as `update` takes them. torch allows tensors of one element for some options."""
-    options = dict(zip(update.single, map(group.__getitem__, update.single), strict=True))
+    options: dict[str, Any] = dict(zip(update.flags, map(bool, map(group.__getitem__, update.flags)), strict=True))
+    options.update(zip(update.numbers, map(float, map(group.__getitem__, update.numbers)), strict=True))
     if update.has_betas:
         betas = group["betas"]
-        options["beta1"], options["beta2"] = betas[0], betas[1]
-    if not _NUMBERS.issuperset(map(type, options.values())):
-        for name, value in options.items():
-            options[name] = value if type(value) in _NUMBERS else float(value)
+        options["beta1"], options["beta2"] = float(betas[0]), float(betas[1])
     return options
-
-
-_NUMBERS = frozenset((float, bool))
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,11 @@ class RowUpdate:
         self.kinds = {name: kind for name, kind in kinds.items() if name != "step"}
         self.options = frozenset(self.kinds)
         """Names of the options."""
-        self.single = tuple(self.options - {"beta1", "beta2"})
-        """Names of the options but for betas, which a param group of torch holds as a pair."""
         self.has_betas = "beta1" in self.options
+        others = self.options - {"beta1", "beta2"}  # which a param group of torch holds as a pair
+        self.flags = tuple(name for name in others if self.kinds[name] is bool)
+        self.numbers = tuple(name for name in others if self.kinds[name] is float)
+        assert len(others) == len(self.flags) + len(self.numbers), "an option is a number or a flag"
 
     def planned(self) -> dict[str, tuple[RowLoops, tuple]]:
         """{name of a form: result of `plan` for its options}. Numbers of other options stand for any numbers."""

@@ -155,6 +155,15 @@ class RowGrad(torch.Tensor):
             stores.add(lease.shared[0].store)
         return stores.pop() if len(stores) == 1 else None
 
+    @property
+    def only_pass(self) -> Pass | None:
+        """The gradient of one backward pass through a lookup whose rows are pinned, if it is the whole gradient;
+        otherwise None."""
+        if self.summed is not None or self.tables is not None or self.spent or len(self.passes) != 1:
+            return None
+        lease = self.passes[0].lease
+        return self.passes[0] if lease.shared is None and lease.is_pinned else None
+
     def unpin(self) -> None:
         """Unpin the rows; the gradient does not change."""
         for one in self.passes:

@@ -216,15 +216,16 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        embeddings = dict.fromkeys(self.embeddings)
         weights = row_weights(self.optimizer)
-        for _, _, embedding in weights:
-            embeddings[embedding] = None
-        late = None if self.row_step.check_in_step else ()
-        in_step(
-            [embedding.store.step_lock for embedding in embeddings],
-            functools.partial(step_together, [self], late=late, weights=[weights]),
-        )
+        if not step_one_lookup(self, weights):
+            embeddings = dict.fromkeys(self.embeddings)
+            for _, _, embedding in weights:
+                embeddings[embedding] = None
+            late = None if self.row_step.check_in_step else ()
+            in_step(
+                [embedding.store.step_lock for embedding in embeddings],
+                functools.partial(step_together, [self], late=late, weights=[weights]),
+            )
         note_step(self, weights)
         return loss
 
@@ -302,35 +303,72 @@ def step_together(
     for optimizer in optimizers:
         for embedding in optimizer.embeddings:
             embedding.store.store_lock.check(changes=True)
-    rows = [optimizer.row_step for optimizer in optimizers]
-
-    def make(go: bool, grads: Sequence[list[ops.RowGrads]]) -> None:
-        try:
-            options: list[ops.Groups] = []
-            for row_step, grads_of_step in zip(rows, grads, strict=True):
-                if go and steps_nothing(row_step.optimizer):
-                    options.append({})  # {} = the current options, since no hook can change them
-                    continue
-                try:
-                    rows_stepped.add(row_step.optimizer)
-                    after_hooks = _after_hooks(row_step, grads_of_step, go)
-                    label = f"step({type(row_step.optimizer).__name__})"
-                    options.append(stats.call(label, ops.step, row_step, go, after_hooks))
-                finally:
-                    rows_stepped.discard(row_step.optimizer)
-            for row_step, grads_of_step, options_of_step in zip(rows, grads, options, strict=True):
-                ops.check_options(row_step, grads_of_step, options_of_step)
-            for row_step, grads_of_step, options_of_step in zip(rows, grads, options, strict=True):
-                row_step.update(grads_of_step, go, options_of_step, stats)
-                row_step.taken += go
-        except BaseException as error:
-            if not isinstance(error, Exception):  # An interrupt that was not deferred: perhaps only some rows changed.
-                for optimizer in optimizers:
-                    for embedding in optimizer.embeddings:
-                        embedding.store.store_lock.note(error)
-            raise
-
+    rows, make = [optimizer.row_step for optimizer in optimizers], functools.partial(_make, optimizers, stats)
     return step_rows(rows, make, scaler=scaler, commit=commit, stats=stats, late=late, weights=weights)
+
+
+def _make(optimizers: Sequence[Optimizer], stats: StepStats, go: bool, grads: Sequence[list[ops.RowGrads]]) -> None:
+    """Step the dense parameters and the rows of optimizers, whose gradients are checked. Arguments as of
+    `step_together`, and as `step_rows` calls it."""
+    try:
+        options: list[ops.Groups] = []
+        for optimizer, grads_of_step in zip(optimizers, grads, strict=True):
+            row_step, torchs = optimizer.row_step, optimizer.optimizer
+            if go and steps_nothing(torchs):
+                options.append({})  # {} = the current options, since no hook can change them
+                continue
+            try:
+                rows_stepped.add(torchs)
+                after_hooks = _after_hooks(row_step, grads_of_step, go)
+                options.append(stats.call(f"step({type(torchs).__name__})", ops.step, row_step, go, after_hooks))
+            finally:
+                rows_stepped.discard(torchs)
+        for optimizer, grads_of_step, options_of_step in zip(optimizers, grads, options, strict=True):
+            if options_of_step:
+                ops.check_options(optimizer.row_step, grads_of_step, options_of_step)
+        for optimizer, grads_of_step, options_of_step in zip(optimizers, grads, options, strict=True):
+            optimizer.row_step.update(grads_of_step, go, options_of_step, stats)
+            optimizer.row_step.taken += go
+    except BaseException as error:
+        if not isinstance(error, Exception):  # An interrupt that was not deferred: perhaps only some rows changed.
+            for optimizer in optimizers:
+                for embedding in optimizer.embeddings:
+                    embedding.store.store_lock.note(error)
+        raise
+
+
+def step_one_lookup(optimizer: Optimizer, weights: Sequence[WeightInGroup]) -> bool:
+    """Make the step of an optimizer that trains one embedding, whose gradient is that of one lookup, as `step_together`
+    makes any step, with a third of the calls. Returns False, with nothing done, if the step is of another kind, or has
+    to wait: for another thread's step, or for a GPU."""
+    if len(weights) != 1 or optimizer.embeddings != (weights[0].embedding,):
+        return False
+    (taken,) = weights
+    embedding, row_step, store = taken.embedding, optimizer.row_step, taken.embedding.store
+    step_lock, grad, waits = store.step_lock, taken.weight.grad, row_step.check_in_step and store.backend.waits
+    if not isinstance(grad, ops.RowGrad) or waits or step_lock.waiting or not embedding.ranks.alone:
+        return False
+    lock = step_lock.lock
+    with signals_deferred:  # An interrupt comes before the step or after the whole step.
+        if not lock.acquire(blocking=False):
+            return False
+        stepping, step_lock.stepping = step_lock.stepping, True
+        try:
+            store.store_lock.check(changes=True)
+            # Another thread may have stepped before the lock was taken.
+            if taken.weight.grad is not grad or (one := grad.only_pass) is None or not row_step.takes(taken):
+                return False
+            row_step.take(taken, grad)
+            grads = [one.lease.reduce([one.checked()])]
+            late = None if row_step.check_in_step else ()
+            go = ops.may_step(ops.check_finite([row_step], grads, late=late), [row_step])
+            _make([optimizer], UNCOUNTED, go, [grads])
+        finally:
+            row_step.end_late()
+            row_step.put_back()
+            step_lock.stepping = stepping
+            lock.release()
+    return True
 
 
 def _after_hooks(row_step: RowStep, grads: list[ops.RowGrads], go: bool) -> Callable[[], None] | None:

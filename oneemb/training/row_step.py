@@ -263,6 +263,19 @@ class RowStep:
             # Tools step with dense gradients of zeros to create an optimizer's state. Such a gradient is dropped.
             weight.grad = None
 
+    def takes(self, taken: WeightInGroup) -> bool:
+        """Whether `take` may take a gradient: the step has none yet, its optimizer is attached to the only weight of
+        the embedding, and no hook is called before the step."""
+        embedding, optimizer = taken.embedding, self.optimizer
+        is_attached = embedding.optimizer is optimizer and embedding.weights == (taken.weight,)
+        return is_attached and not (self.has_grads or self.groups_of_tables or optimizer._optimizer_step_pre_hooks)
+
+    def take(self, taken: WeightInGroup, grad: ops.RowGrad) -> None:
+        """Take a gradient out of its weight, as `take_grads` takes several."""
+        self.grads.append((taken, grad))
+        self._taken[taken.embedding.store] = taken.embedding, (taken.group,)
+        taken.weight.grad = None
+
     @property
     def has_grads(self) -> bool:
         """Whether gradients were taken out of weights and not put back."""

@@ -1,0 +1,171 @@
+"""Steps whose rows have the gradient of one lookup, which `step_one_lookup` makes, are those of `step_together`."""
+
+import threading
+
+import pytest
+import torch
+
+import oneemb
+from oneemb.storage.locking.step_lock import StepLock
+from oneemb.training import eager
+from tests.support.graph_models import make_embedding, rows_of
+
+STEPS = 12
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Results of `step_one_lookup`, in order."""
+    found, step = [], eager.step_one_lookup
+    monkeypatch.setattr(eager, "step_one_lookup", lambda *args: found.append(step(*args)) or found[-1])
+    return found
+
+
+def train(tmp_path, kind, *, optimizer_of, dense, skip_nonfinite=False):
+    """Rows, dense weights and counts after some steps, of which `kind` says what is special; and errors."""
+    torch.manual_seed(0)
+    embedding, linear = make_embedding(), torch.nn.Linear(4, 1)
+    parameters = [embedding.weight, *(linear.parameters() if dense else ())]
+    optimizer = oneemb.Optimizer(optimizer_of(parameters), [embedding], skip_nonfinite=skip_nonfinite)
+    errors, counts = [], []
+    for step in range(STEPS):
+        ids = torch.randint(0, 20, (5 if step != 3 else 0, 2))
+        special = step % 4 == 2
+        embedding.train(not (special and kind == "eval"))
+        rows = embedding(ids)
+        if special and kind == "two lookups":
+            rows = torch.cat([rows, embedding(ids + 3)])
+        loss = linear(rows).square().sum()
+        if special and kind == "not finite":
+            loss = loss * float("nan")
+        loss.backward(retain_graph=special and kind == "two passes")
+        if special and kind == "two passes":
+            loss.backward()
+        if special and kind == "clipped":
+            torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+        if special and kind == "another rate":
+            optimizer.param_groups[0]["lr"] = 1 / (2 + step)
+        handle = None
+        if special and kind == "a hook":
+            handle = optimizer.optimizer.register_step_pre_hook(lambda one, *_: one.param_groups[0].update(lr=0.3))
+        try:
+            optimizer.step()
+        except ArithmeticError as error:
+            errors.append(str(error))
+            assert embedding.weight.grad is not None
+        if handle is not None:
+            handle.remove()
+        optimizer.zero_grad()
+        linear.zero_grad()
+        stats = embedding.stats()
+        counts.append((stats["step"], stats["device"]["pinned"], stats["rows"], optimizer.taken, optimizer.skipped))
+    weights = [one.detach().numpy().tobytes() for one in linear.parameters()]
+    return rows_of(embedding), weights, counts, errors
+
+
+OPTIMIZERS = {
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+}
+KINDS = "plain", "two lookups", "two passes", "clipped", "another rate", "a hook", "eval", "not finite"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_gives_the_rows_weights_counts_and_errors_of_any_step(tmp_path, monkeypatch, made, kind, dense, name):
+    how = {"optimizer_of": OPTIMIZERS[name], "dense": dense}
+    found = train(tmp_path, kind, **how)
+    others = {"plain": 0, "another rate": 0, "not finite": 0}  # steps that are left to `step_together`
+    assert made.count(False) == others.get(kind, 3)
+    monkeypatch.setattr(eager, "step_one_lookup", lambda *_: False)
+    assert found == train(tmp_path, kind, **how)
+
+
+def test_a_step_that_is_skipped_is_counted(tmp_path, monkeypatch, made):
+    how = {"optimizer_of": OPTIMIZERS["adam"], "dense": True, "skip_nonfinite": True}
+    found = train(tmp_path, "not finite", **how)
+    assert all(made) and found[2][-1][3:] == (STEPS - 3, 3)
+    monkeypatch.setattr(eager, "step_one_lookup", lambda *_: False)
+    assert found == train(tmp_path, "not finite", **how)
+
+
+def test_it_waits_for_no_other_thread_and_leaves_that_to_any_step(made):
+    embedding = make_embedding()
+    optimizer = oneemb.Optimizer(torch.optim.SGD([embedding.weight], lr=0.1), [embedding])
+    held, free = threading.Event(), threading.Event()
+
+    def hold():
+        with embedding.store.step_lock.lock:
+            held.set()
+            free.wait(60)
+
+    embedding(torch.tensor([[1, 2]])).sum().backward()
+    optimizer.step()
+    assert made.pop()
+    other = threading.Thread(target=hold)
+    other.start()
+    assert held.wait(60)
+    embedding(torch.tensor([[1, 2]])).sum().backward()
+    stepping = threading.Thread(target=optimizer.step)
+    stepping.start()
+    stepping.join(0.2)
+    assert stepping.is_alive() and made == [False] and embedding.store.step == 1
+    free.set()
+    stepping.join(60)
+    other.join(60)
+    assert embedding.store.step == 2 and not embedding.store.step_lock.stepping
+
+
+def test_saving_in_the_middle_of_it_is_refused_and_leaves_the_step_complete(made):
+    embedding = make_embedding()
+    linear = torch.nn.Linear(4, 1)
+    torchs = torch.optim.SGD([embedding.weight, *linear.parameters()], lr=0.1)
+    optimizer, errors = oneemb.Optimizer(torchs, [embedding]), []
+
+    def save(*_):
+        try:
+            embedding.save_snapshot("one")
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    torchs.register_step_post_hook(save)
+    linear(embedding(torch.tensor([[1, 2]]))).sum().backward()
+    optimizer.step()
+    assert made == [True] and "in the middle of a step" in errors[0]
+    assert embedding.stats()["step"] == 1 and not embedding.store.step_lock.stepping
+    embedding.save_snapshot("one")
+
+
+@pytest.mark.parametrize("also", ["a backward pass", "zero_grad"])
+def test_what_another_thread_does_to_the_gradient_meanwhile_counts(made, monkeypatch, also):
+    """It comes when this thread asks for the lock, and has seen the gradient of its own pass."""
+    embedding, other_embedding = make_embedding(), make_embedding()
+    optimizer = oneemb.Optimizer(torch.optim.SGD([embedding.weight], lr=0.1), [embedding])
+    both = oneemb.Optimizer(torch.optim.SGD([other_embedding.weight], lr=0.1), [other_embedding])
+    ids = torch.tensor([[1, 2]]), torch.tensor([[2, 3]])
+    embedding(ids[0]).sum().backward()
+    lock, own = embedding.store.step_lock.lock, StepLock.lock
+
+    class Late:
+        def acquire(self, *args, **kwargs):
+            monkeypatch.setattr(StepLock, "lock", own)
+            backward = lambda: embedding(ids[1]).sum().backward()  # noqa: E731
+            other = threading.Thread(target=backward if also == "a backward pass" else embedding.zero_grad)
+            other.start()
+            other.join(60)
+            return lock.acquire(*args, **kwargs)
+
+        def release(self):
+            lock.release()
+
+    monkeypatch.setattr(StepLock, "lock", Late())
+    optimizer.step()
+    assert made == [False] and embedding.store.step == (also == "a backward pass")
+    for one in ids:
+        other_embedding(one).sum().backward()
+        if also == "zero_grad":
+            other_embedding.zero_grad()
+            break
+    both.step()
+    assert rows_of(embedding) == rows_of(other_embedding)
