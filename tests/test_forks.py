@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -480,6 +482,34 @@ def test_what_the_collector_closes_while_a_loop_is_compiled_waits_for_no_fork(tm
     for thread in threads:
         thread.join(600)
     assert forked == [7]
+
+
+COLLECTS_EARLY = """
+import gc, os, sys
+os.register_at_fork(after_in_child=gc.collect)  # runs before oneemb's hook, as hooks of threading and logging do
+import numpy as np
+from oneemb.kernels.threads import Threads, close_when_dropped
+from oneemb.storage.table.persistent_table import PersistentTable
+gc.disable()
+table, keys = PersistentTable.open(sys.argv[1], row_width=4, threads=Threads(1)), (np.zeros(9, np.int32), np.arange(9))
+table.put(*keys, np.ones((9, 4), np.float32))
+owner = type("Owner", (), {})()
+owner.itself = owner
+close_when_dropped(owner, table)
+del owner
+child = os.fork()
+missing = int(table.get(*keys, np.empty((9, 4), np.float32)).sum())  # an error if the table is closed
+if child == 0:
+    os._exit(missing)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) + missing)
+"""
+
+
+def test_what_the_collector_drops_in_a_child_before_our_hook_closes_nothing(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COLLECTS_EARLY, str(tmp_path / "t")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_ctrl_c_while_a_fork_waits_comes_after_it(monkeypatch):

@@ -17,6 +17,7 @@ Invariants:
 - a broken object returns no row.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -110,8 +111,9 @@ class StoreLock:
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a child of the one that made the object."""
-        return signals.process != self._pid
+        """Whether this process is a child of the one that made the object. The answer comes from the system, since a
+        finalizer may ask in a child before our hook there has set `signals.process`."""
+        return os.getpid() != self._pid
 
     @property
     def broken(self) -> bool:
