@@ -13,7 +13,7 @@ Invariant: an optimizer class is found by its own name, never by a base class, s
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -87,6 +87,11 @@ class RowOptimizer:
     fixed: tuple[tuple[str, Any], ...] = ()
     counts_steps: Callable[[Group], bool] = lambda group: False
 
+    @cached_property
+    def has_own_update(self) -> bool:
+        """Whether `run` is a function of the user's, rather than an update of `kernels`."""
+        return not (isinstance(self.run, partial) and self.run.func is _run)
+
     def state_width(self, dim: int) -> int:
         """Number of float32 state values in a row of `dim` weights."""
         return len(self.weight_state) * dim + len(self.row_state)
@@ -159,12 +164,6 @@ def _name_of(cls: type) -> str:
     if getattr(torch.optim, cls.__name__, None) is cls:
         return f"torch.optim.{cls.__name__}"
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def has_own_update(row_optimizer: RowOptimizer) -> bool:
-    """Whether the update is a function of the user's, rather than one of `kernels`."""
-    run = row_optimizer.run
-    return not (isinstance(run, partial) and run.func is _run)
 
 
 def _begin(state: float | str, options: Mapping[str, Any]) -> float:

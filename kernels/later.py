@@ -37,8 +37,7 @@ class Later:
         """The memory, for the loop."""
         self._values: list[int] | None = None
 
-    @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether `values` would not wait."""
         return self._values is not None or self._memory[1][self._size] != 0
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from oneemb.graph.ops.grads import RowGrads
-from oneemb.graph.row_optimizers import RowOptimizer, has_own_update
+from oneemb.graph.row_optimizers import RowOptimizer
 from oneemb.kernels.backend import SUM_MAX
 
 Counts = Sequence[tuple[Any, str]]
@@ -111,7 +111,7 @@ class LateCheck:
             self._resolve(wait)
 
     def _resolve(self, wait: bool) -> None:
-        while self._steps and (wait or self._steps[0].go.ready):
+        while self._steps and (wait or self._steps[0].go.is_ready()):
             if self._steps[0].go.values() == [1]:
                 self._steps.popleft()
                 continue
@@ -171,7 +171,7 @@ def late_check_of(
     backend = grads[0].store.backend
     dense = _dense_to_check(steps, backend)
     stores = _stores_to_check(grads, backend)
-    if dense is None or not stores or any(map(has_own_update, row_optimizers)):
+    if dense is None or not stores or any(map(_OWN_UPDATE, row_optimizers)):
         resolve_all(grads)
         return None
     check, *others = set(map(_CHECK_OF, stores))
@@ -191,7 +191,7 @@ def late_check_of(
     return cast(LateCheck, check)
 
 
-_CHECK_OF = operator.attrgetter("step_lock.late_check")
+_CHECK_OF, _OWN_UPDATE = operator.attrgetter("step_lock.late_check"), operator.attrgetter("has_own_update")
 
 
 def _stores_to_check(grads: Sequence[RowGrads], backend: Any) -> dict[Any, None] | None:

@@ -94,6 +94,21 @@ class Lease:
         remote: copies of the rows that other ranks own; None = the rows are in `store`.
     """
 
+    generation = -1
+    """`generation` of the store when the rows were pinned."""
+    scale_N: Array | None = None
+    """Factor of each id in its bag; None = 1."""
+    pooling = "sum"
+    """Pooling of a bag: one of `POOLINGS`."""
+    argmax_PD: Array | None = None
+    """For bags pooled by their maximum: the id of the bag that gave each value, see `Backend.pool_max`."""
+    has_grad = False
+    """Whether a backward pass has given the lookup a gradient."""
+    lookups = 1
+    """Number of lookups whose rows the lease holds; above 1 only for a lease that `of_keys` has made."""
+    _pins: Pins | None = None
+    _reduced: tuple[list[torch.Tensor | Summed], Array | None, RowGrads] | None = None
+
     def __init__(
         self,
         store: EmbeddingStore,
@@ -106,25 +121,11 @@ class Lease:
         self.slot_U = slot_U
         self.shared = shared
         self.remote = remote
-        self.generation = -1
-        """`generation` of the store when the rows were pinned."""
-        self.scale_N: Array | None = None
-        """Factor of each id in its bag; None = 1."""
-        self.pooling = "sum"
-        """Pooling of a bag: one of `POOLINGS`."""
-        self.argmax_PD: Array | None = None
-        """For bags pooled by their maximum: the id of the bag that gave each value, see `Backend.pool_max`."""
-        self.has_grad = False
-        """Whether a backward pass has given the lookup a gradient."""
-        self.lookups = 1
-        """Number of lookups whose rows the lease holds; above 1 only for a lease that `of_keys` has made."""
         self.order = next_order()
         """Number that grows from lookup to lookup. Gradients of a row are summed in this order."""
         if keys is not None:
             self.keys = keys
         self._replaced = store.replaced
-        self._pins: Pins | None = None
-        self._reduced: tuple[list[torch.Tensor | Summed], Array | None, RowGrads] | None = None
         if slot_U is not None:
             self._pins, self.generation = store.pins.own(self, slot_U), store.generation
 

@@ -155,7 +155,6 @@ class RowGrad(torch.Tensor):
             stores.add(lease.shared[0].store)
         return stores.pop() if len(stores) == 1 else None
 
-    @property
     def only_pass(self) -> Pass | None:
         """The gradient of one backward pass through a lookup whose rows are pinned, if it is the whole gradient;
         otherwise None."""

@@ -12,7 +12,7 @@ from oneemb.graph.ops.late_check import Counts, NonFiniteGradientError, late_che
 from oneemb.graph.ops.lookup import REPLACED, Lease
 from oneemb.graph.ops.merged import MergedRows
 from oneemb.graph.ops.row_grad import RowGrad
-from oneemb.graph.row_optimizers import Group, RowOptimizer, has_own_update
+from oneemb.graph.row_optimizers import Group, RowOptimizer
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StorageError
 from oneemb.storage.locking.step_lock import while_held
@@ -376,7 +376,7 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
             marks = True
             if backend.waits:
                 # The loops of updates set dirty bits themselves.
-                marks = has_own_update(row_optimizer)
+                marks = row_optimizer.has_own_update
                 backend = backend.guarded(grads.go_1, None if marks else cast(Any, store).hot.dirty_S)
             weight_SX = layout.weights(row_SW)
             for part, step, group in parts:

@@ -356,7 +356,7 @@ def step_one_lookup(optimizer: Optimizer, weights: Sequence[WeightInGroup]) -> b
         try:
             store.store_lock.check(changes=True)
             # Another thread may have stepped before the lock was taken.
-            if taken.weight.grad is not grad or (one := grad.only_pass) is None or not row_step.takes(taken):
+            if taken.weight.grad is not grad or (one := grad.only_pass()) is None or not row_step.takes(taken):
                 return False
             row_step.take(taken, grad)
             grads = [one.lease.reduce([one.checked()])]

@@ -237,7 +237,7 @@ class DeviceSlots(MemoryTier):
     def _apply_pending(self, *, wait: bool = True) -> None:
         """Count what lookups have found and admitted for which the host did not wait; all of them, or those whose
         numbers have come."""
-        while self._pending and (wait or self._pending[0].counts.ready):
+        while self._pending and (wait or self._pending[0].counts.is_ready()):
             self._apply_first()
 
     def _apply_first(self) -> None:

@@ -92,7 +92,7 @@ class DeviceTier(DeviceSlots):
         Where nothing has to be known before, the host does not wait: keys and slots are then not cut, and the slots
         beyond the actual number of keys are `BEYOND`.
         """
-        while self._pending and self._pending[0].counts.ready:
+        while self._pending and self._pending[0].counts.is_ready():
             self._apply_first()
         if self._make_room_to_admit(keys):
             return self._admit(keys), keys

@@ -23,8 +23,8 @@ DIM = 4
 @pytest.fixture
 def late(monkeypatch):
     """Whether numbers from the device have not come yet: they come when the host waits for them."""
-    late, ready = SimpleNamespace(now=False), Later.ready.fget
-    monkeypatch.setattr(Later, "ready", property(lambda later: not late.now and ready(later)))
+    late, ready = SimpleNamespace(now=False), Later.is_ready
+    monkeypatch.setattr(Later, "is_ready", lambda later: not late.now and ready(later))
     return late
 
 
