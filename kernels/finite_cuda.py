@@ -100,4 +100,6 @@ def check_norm_cuda(norm: torch.Tensor, go_1: torch.Tensor, *, gpu: Gpu) -> None
 def check_sums_cuda(finite_1: torch.Tensor, go_1: torch.Tensor, *, gpu: Gpu, later: Later | None = None) -> None:
     """go_1[0] turns 0 if finite_1[0], of sums that were made before, is 0. `later` is then told go_1[0]."""
     told_X = gpu.none(torch.int64) if later is None else later.told_X
-    gpu.run(check_sum_loop, 1, finite_1, go_1, told_X, shapes=later is None)
+    gpu.run_in_turn(
+        lambda: ((check_sum_loop, gpu.grid(1)),), (finite_1, go_1, told_X), shapes=(check_sum_loop, later is None)
+    )

@@ -216,7 +216,7 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        weights = row_weights(self.optimizer)
+        weights = row_weights(self.row_step.optimizer)
         if not step_one_lookup(self, weights):
             embeddings = dict.fromkeys(self.embeddings)
             for _, _, embedding in weights:
@@ -232,10 +232,10 @@ class Optimizer(torch.optim.Optimizer):
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of rows and dense parameters."""
-        if self.row_step.has_grads:  # gradients of a step that was stopped
+        if self.row_step.has_grads():  # gradients of a step that was stopped
             with signals_deferred:
                 self.row_step.put_back()
-        ops.zero_grad(self.optimizer, set_to_none)
+        ops.zero_grad(self.row_step.optimizer, set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the torch optimizer. Embeddings whose weights are in the group are attached at the next

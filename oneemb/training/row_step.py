@@ -191,7 +191,7 @@ class RowStep:
     ):  # fmt: skip
         self.optimizer = optimizer
         self.skip_nonfinite, self.check_in_step = skip_nonfinite, check_in_step
-        self._is_late = False
+        self._is_late, self._label = False, f"update({type(optimizer).__name__})"
         self.skipped = self.taken = 0
         self.grads: list[tuple[WeightInGroup, ops.RowGrad]] = []
         """The gradients that were taken out of weights, with these weights."""
@@ -268,7 +268,7 @@ class RowStep:
         the embedding, and no hook is called before the step."""
         embedding, optimizer = taken.embedding, self.optimizer
         is_attached = embedding.optimizer is optimizer and embedding.weights == (taken.weight,)
-        return is_attached and not (self.has_grads or self.groups_of_tables or optimizer._optimizer_step_pre_hooks)
+        return is_attached and not (self.has_grads() or self.groups_of_tables or optimizer._optimizer_step_pre_hooks)
 
     def take(self, taken: WeightInGroup, grad: ops.RowGrad) -> None:
         """Take a gradient out of its weight, as `take_grads` takes several."""
@@ -276,7 +276,6 @@ class RowStep:
         self._taken[taken.embedding.store] = taken.embedding, (taken.group,)
         taken.weight.grad = None
 
-    @property
     def has_grads(self) -> bool:
         """Whether gradients were taken out of weights and not put back."""
         return bool(self.grads or self._spent)
@@ -330,9 +329,8 @@ class RowStep:
             go: whether to update; False = the step is skipped.
             options: options of the param groups.
         """
-        label = f"update({type(self.optimizer).__name__})"
         for grad in grads:
-            stats.call(label, ops.update, self, grad, go, options, measure=ops.measure_update)
+            stats.call(self._label, ops.update, self, grad, go, options, measure=ops.measure_update)
         for _, row_grad in self.grads:
             row_grad.unpin()
         self.put_back()

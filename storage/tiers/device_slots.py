@@ -118,8 +118,13 @@ class DeviceSlots(MemoryTier):
     """Number that a use counts now, for "lfu": see oneemb.storage.tiers.hot_tier."""
 
     def _release(self, slot_U: torch.Tensor) -> None:
-        self._gpu.run(release_loop, slot_U.shape[0], slot_U, self.pin_S, shapes=self.pin_S.shape)
-        if self._gpu.stream_now() != self._order.only:
+        gpu, size = self._gpu, slot_U.shape[0]
+        if size > 0:
+            gpu.run_in_turn(
+                lambda: ((release_loop, gpu.grid(size)),), (slot_U, self.pin_S),
+                shapes=(release_loop, size, self.pin_S.shape),
+            )  # fmt: skip
+        if gpu.stream_now() != self._order.only:
             self._order.released(slot_U)
 
     _release_in_order = in_order(_release)
