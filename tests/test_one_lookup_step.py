@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import oneemb
-from oneemb.storage.locking.step_lock import StepLock
+from oneemb.storage.locking.step_lock import StepLock, between_steps
 from oneemb.training import eager
 from tests.support.graph_models import make_embedding, rows_of
+from tests.support.interrupts import WAYS, count_lines, interrupted
 
 STEPS = 12
 
@@ -117,6 +118,25 @@ def test_it_waits_for_no_other_thread_and_leaves_that_to_any_step(made):
     assert embedding.store.step == 2 and not embedding.store.step_lock.stepping
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_it_leaves_no_lock_taken_where_it_is_stopped(made, way):
+    embedding, lines = make_embedding(), {"functions": ("step_one_lookup", "in_step_now", "_step_now")}
+    optimizer = oneemb.Optimizer(torch.optim.SGD([embedding.weight], lr=0.1), [embedding])
+    step_lock = embedding.store.step_lock
+
+    def step():
+        optimizer.zero_grad()
+        embedding(torch.tensor([[1, 2]])).sum().backward()
+        optimizer.step()
+
+    step()
+    for at in range(1, count_lines(step, way, **lines) + 1):
+        stopped, place = interrupted(step, at, way, **lines)
+        assert stopped and not step_lock.lock._is_owned(), place
+        between_steps([step_lock], "this", lambda: None) if at % 2 else step()
+    assert at > 20 and made[-1]
+
+
 def test_saving_in_the_middle_of_it_is_refused_and_leaves_the_step_complete(made):
     embedding = make_embedding()
     linear = torch.nn.Linear(4, 1)
@@ -158,6 +178,9 @@ def test_what_another_thread_does_to_the_gradient_meanwhile_counts(made, monkeyp
 
         def release(self):
             lock.release()
+
+        def _is_owned(self):
+            return lock._is_owned()
 
     monkeypatch.setattr(StepLock, "lock", Late())
     optimizer.step()

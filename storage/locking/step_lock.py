@@ -31,6 +31,7 @@ _NAPS_MAX = 500
 
 _STEPPING = operator.attrgetter("stepping")
 _ACQUIRE, _RELEASE = operator.methodcaller("acquire"), operator.methodcaller("release")
+_ACQUIRE_NOW = operator.methodcaller("acquire", False)
 
 
 class StepLock:
@@ -92,6 +93,27 @@ def in_step(locks: Iterable[StepLock], step: Callable[[], T]) -> T:
                 lock.stepping = stepping
 
     return while_held(_inner_locks(sorted(locks, key=id)), run)
+
+
+def in_step_now(one: StepLock, step: Callable[[], T]) -> T | None:
+    """Result of `in_step` with this lock, if no other thread holds the lock or waits for it; otherwise None, without a
+    call."""
+    if one.waiting:
+        return None
+    lock, held = one.lock, list[Any]()
+    giving_back = map(_RELEASE, held)  # as in `while_held`
+    before = one.stepping and lock._is_owned()
+    try:
+        held.extend(filter(_ACQUIRE_NOW, (lock,)))
+        if not held:
+            return None
+        try:
+            one.stepping = True
+            return step()
+        finally:
+            one.stepping = before
+    finally:
+        collections.deque(giving_back, 0)
 
 
 def between_steps(locks: Iterable[StepLock], what: str, call: Callable[[], T]) -> T:
