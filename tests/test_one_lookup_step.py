@@ -192,3 +192,13 @@ def test_what_another_thread_does_to_the_gradient_meanwhile_counts(made, monkeyp
             break
     both.step()
     assert rows_of(embedding) == rows_of(other_embedding)
+
+
+def test_a_gradient_of_a_weight_that_was_replaced_is_refused_as_in_any_step(made):
+    embedding = make_embedding()
+    optimizer = oneemb.Optimizer(torch.optim.SGD([embedding.weight], lr=0.1), [embedding])
+    embedding(torch.tensor([[1, 2]])).sum().backward()
+    embedding.weight = torch.nn.Parameter(torch.empty(0, embedding.embedding_dim))
+    with pytest.raises(ValueError, match="one optimizer must train all tables"):
+        optimizer.step()
+    assert made == [False]

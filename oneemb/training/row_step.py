@@ -267,7 +267,8 @@ class RowStep:
         """Whether `take` may take a gradient: the step has none yet, its optimizer is attached to the only weight of
         the embedding, and no hook is called before the step."""
         embedding, optimizer = taken.embedding, self.optimizer
-        is_attached = embedding.optimizer is optimizer and embedding.weights == (taken.weight,)
+        weight, *others = embedding.weights
+        is_attached = embedding.optimizer is optimizer and weight is taken.weight and not others
         return is_attached and not (self.has_grads() or self.groups_of_tables or optimizer._optimizer_step_pre_hooks)
 
     def take(self, taken: WeightInGroup, grad: ops.RowGrad) -> None:
