@@ -51,7 +51,8 @@ class RowUpdate:
         self.options = frozenset(self.kinds)
         """Names of the options."""
         self.has_betas = "beta1" in self.options
-        others = self.options - {"beta1", "beta2"}  # which a param group of torch holds as a pair
+        """Whether beta1 and beta2 are options; a param group of torch holds them as a pair, `betas`."""
+        others = self.options - {"beta1", "beta2"}
         self.flags = tuple(name for name in others if self.kinds[name] is bool)
         self.numbers = tuple(name for name in others if self.kinds[name] is float)
         assert len(others) == len(self.flags) + len(self.numbers), "an option is a number or a flag"
