@@ -5,6 +5,7 @@ block whose share has none ends at once. The r-th new key, in the order of the k
 `FreeSlots.reserve` would give it, so slots do not depend on the order in which threads run.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -104,6 +105,12 @@ def admit_loop(
             cuda.syncthreads()
 
 
+@functools.lru_cache(maxsize=256)
+def _key_of(*shapes: object) -> object:
+    """An object that stands for these shapes in keys of launches, since the hash of so many takes some time."""
+    return object()
+
+
 class DeviceAdmission:
     """Acquires keys in a tier, where new keys get rows without the host. Arguments that are the same for many lookups
     are put together once.
@@ -123,8 +130,10 @@ class DeviceAdmission:
         self._slots = cell_C2, inserted_2, table_S, id_S, score_S, pin_S, dirty_S
         self._values = gpu.lane_bits(-(-weight_SX.shape[1] // 4)), weight_SX, row_SW
         self._initial = initial.seed, initial.kind_TC, initial.param_TC4, initial.end_C, state, state_begin
-        # For launches of this object alone: their arrays are always the same, but for those of keys, as long as slot_U.
-        self._shapes = object()
+        self._shapes = _key_of(
+            free_X.shape, cell_C2.shape, row_SW.shape, weight_SX.shape, weight_SX.dtype,
+            initial.kind_TC.shape, state.shape,
+        )  # fmt: skip
         self._size, self._count_B = 0, arrays.count_X
 
     def acquire(

@@ -45,7 +45,7 @@ _PAGE_LOCKED_MAX = 1 << 22
 # Number of small arrays that are made at a time.
 _SMALL = 256
 
-# Launches that a thread may repeat, at most. Each embedding has one or two of its own.
+# Launches that a thread may repeat, at most.
 _REPEATED_MAX = 1024
 
 _DRIVER_MIN = 13000  # CUDA 13.0 in cuDriverGetVersion's form, which compiled loops need
