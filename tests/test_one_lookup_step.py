@@ -202,3 +202,55 @@ def test_a_gradient_of_a_weight_that_was_replaced_is_refused_as_in_any_step(made
     with pytest.raises(ValueError, match="one optimizer must train all tables"):
         optimizer.step()
     assert made == [False]
+
+
+def test_an_error_where_gradients_are_put_back_leaves_the_lock_free(made, monkeypatch):
+    embedding = make_embedding()
+    optimizer = oneemb.Optimizer(torch.optim.SGD([embedding.weight], lr=0.1), [embedding])
+    embedding(torch.tensor([[1, 2]])).sum().backward()
+
+    def fail():
+        raise MemoryError("put_back")
+
+    monkeypatch.setattr(optimizer.row_step, "put_back", fail)
+    with pytest.raises(MemoryError, match="put_back"):
+        optimizer.step()
+    assert not embedding.store.step_lock.stepping and not embedding.store.step_lock.lock._is_owned()
+
+
+def nested():
+    """Rows after a step in a hook of another step of the same optimizer."""
+    torch.manual_seed(0)
+    embedding, linear = make_embedding(), torch.nn.Linear(4, 1)
+    torchs = torch.optim.SGD([embedding.weight, *linear.parameters()], lr=0.1)
+    optimizer = oneemb.Optimizer(torchs, [embedding])
+
+    def again(*_):
+        handle.remove()
+        linear(embedding(torch.tensor([[2, 3]]))).sum().backward()
+        optimizer.step()
+
+    handle = torchs.register_step_post_hook(again)
+    linear(embedding(torch.tensor([[1, 2]]))).sum().backward()
+    optimizer.step()
+    return rows_of(embedding), optimizer.taken, embedding.store.step
+
+
+def with_gradients_of_a_stopped_step():
+    """Rows after a step that follows a step which has left taken gradients."""
+    embedding = make_embedding()
+    optimizer = oneemb.Optimizer(torch.optim.SGD([embedding.weight], lr=0.1), [embedding])
+    for ids in ([[1, 2]], [[2, 3]]):
+        embedding(torch.tensor(ids)).sum().backward()
+        if not optimizer.row_step.has_grads():
+            optimizer.row_step.take_grads()
+    optimizer.step()
+    return rows_of(embedding), optimizer.taken, embedding.store.step
+
+
+@pytest.mark.parametrize("case", [nested, with_gradients_of_a_stopped_step])
+def test_a_step_of_another_kind_is_left_to_step_together_with_nothing_done(made, monkeypatch, case):
+    found = case()
+    assert False in made
+    monkeypatch.setattr(eager, "step_one_lookup", lambda *_: False)
+    assert found == case()
