@@ -339,8 +339,8 @@ def _make(optimizers: Sequence[Optimizer], stats: StepStats, go: bool, grads: Se
 
 def step_one_lookup(optimizer: Optimizer, weights: Sequence[WeightInGroup]) -> bool:
     """Make the step of an optimizer that trains one embedding, whose gradient is that of one lookup, as `step_together`
-    makes any step, with a third of the calls. Returns False, with nothing done, if the step is of another kind, or has
-    to wait: for another thread's step, or for a GPU."""
+    makes any step, in fewer calls. Returns False, with nothing done, if the step is of another kind, or would wait for
+    another thread's step or, with `check_in_step`, for a GPU."""
     if len(weights) != 1 or optimizer.embeddings != (weights[0].embedding,):
         return False
     (taken,) = weights
