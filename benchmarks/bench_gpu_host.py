@@ -261,7 +261,7 @@ def microseconds_of_torch(call: Callable[[], None], alone: TorchAlone, runs: int
         call()
         alone.run()
 
-    times = {call: [], both: []}  # type: dict[Callable[[], None], list[float]]
+    times: dict[Callable[[], None], list[float]] = {call: [], both: []}
     for _ in range(runs):
         for one, found in times.items():
             start = time.perf_counter()

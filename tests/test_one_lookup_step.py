@@ -22,7 +22,7 @@ def made(monkeypatch):
     return found
 
 
-def train(tmp_path, kind, *, optimizer_of, dense, skip_nonfinite=False):
+def train(kind, *, optimizer_of, dense, skip_nonfinite=False):
     """Rows, dense weights and counts after some steps, of which `kind` says what is special; and errors."""
     torch.manual_seed(0)
     embedding, linear = make_embedding(), torch.nn.Linear(4, 1)
@@ -74,21 +74,21 @@ KINDS = "plain", "two lookups", "two passes", "clipped", "another rate", "a hook
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_gives_the_rows_weights_counts_and_errors_of_any_step(tmp_path, monkeypatch, made, kind, dense, name):
+def test_it_gives_the_rows_weights_counts_and_errors_of_any_step(monkeypatch, made, kind, dense, name):
     how = {"optimizer_of": OPTIMIZERS[name], "dense": dense}
-    found = train(tmp_path, kind, **how)
+    found = train(kind, **how)
     others = {"plain": 0, "another rate": 0, "not finite": 0}  # steps that are left to `step_together`
     assert made.count(False) == others.get(kind, 3)
     monkeypatch.setattr(eager, "step_one_lookup", lambda *_: False)
-    assert found == train(tmp_path, kind, **how)
+    assert found == train(kind, **how)
 
 
-def test_a_step_that_is_skipped_is_counted(tmp_path, monkeypatch, made):
+def test_a_step_that_is_skipped_is_counted(monkeypatch, made):
     how = {"optimizer_of": OPTIMIZERS["adam"], "dense": True, "skip_nonfinite": True}
-    found = train(tmp_path, "not finite", **how)
+    found = train("not finite", **how)
     assert all(made) and found[2][-1][3:] == (STEPS - 3, 3)
     monkeypatch.setattr(eager, "step_one_lookup", lambda *_: False)
-    assert found == train(tmp_path, "not finite", **how)
+    assert found == train("not finite", **how)
 
 
 def test_it_waits_for_no_other_thread_and_leaves_that_to_any_step(made):
@@ -159,7 +159,7 @@ def test_saving_in_the_middle_of_it_is_refused_and_leaves_the_step_complete(made
 
 @pytest.mark.parametrize("also", ["a backward pass", "zero_grad"])
 def test_what_another_thread_does_to_the_gradient_meanwhile_counts(made, monkeypatch, also):
-    """It comes when this thread asks for the lock, and has seen the gradient of its own pass."""
+    """The other thread runs when this one asks for the lock, and has seen the gradient of its own pass."""
     embedding, other_embedding = make_embedding(), make_embedding()
     optimizer = oneemb.Optimizer(torch.optim.SGD([embedding.weight], lr=0.1), [embedding])
     both = oneemb.Optimizer(torch.optim.SGD([other_embedding.weight], lr=0.1), [other_embedding])
