@@ -127,6 +127,7 @@ class DeviceAdmission:
     ):  # fmt: skip
         row_SW, table_S, id_S, score_S, pin_S, dirty_S, free_X, cell_C2, inserted_2, _ = arrays
         self.arrays, self.stream, self._gpu = arrays, gpu.stream_now(), gpu
+        self._found = cell_C2, inserted_2, score_S, pin_S
         self._slots = cell_C2, inserted_2, table_S, id_S, score_S, pin_S, dirty_S
         self._values = gpu.lane_bits(-(-weight_SX.shape[1] // 4)), weight_SX, row_SW
         self._initial = initial.seed, initial.kind_TC, initial.param_TC4, initial.end_C, state, state_begin
@@ -138,22 +139,22 @@ class DeviceAdmission:
 
     def acquire(
         self, keys: DeviceKeys, slot_U: torch.Tensor, count_4: torch.Tensor, later: Later, free_2: torch.Tensor,
-        next_2: torch.Tensor, tick: int, score: int,
+        next_2: torch.Tensor, tick: int,
     ) -> None:  # fmt: skip
-        """Write the pinned slots of keys into slot_U, and tell `later` count_4; other arguments as of the loops. The
-        device must run the calls for one tier one after the other. An error that is not the driver's has launched
-        nothing."""
+        """Write the pinned slots of keys into slot_U, and tell `later` count_4; other arguments as of the loops, and
+        new rows have the score of a use. The device must run the calls for one tier one after the other. An error that
+        is not the driver's has launched nothing."""
         gpu, size = self._gpu, slot_U.shape[0]
         if size != self._size:
             self._count_B, self._size = gpu.kept(self.arrays.count_X[: gpu.shares(size)[0]]), size
         count_B = self._count_B
-        table_U, id_U, size_2 = keys.table_U, keys.id_U, keys.size_2
-        cell_C2, inserted_2, _, _, score_S, pin_S, _ = self._slots
+        table_U, id_U = keys.table_U, keys.id_U
+        cell_C2, inserted_2, score_S, pin_S = self._found
         gpu.run_in_turn(
             lambda: tuple((loop, gpu.grid_of_shares(count_B.shape[0])) for loop in (acquire_loop, admit_loop)),
-            (cell_C2, table_U, id_U, size_2, pin_S, score_S, 1, tick, slot_U, inserted_2, count_4, count_B),
+            (cell_C2, table_U, id_U, keys.size_2, pin_S, score_S, 1, tick, slot_U, inserted_2, count_4, count_B),
             (
-                slot_U, count_4, later.told_X, count_B, self.arrays.free_X, free_2, next_2, *self._slots, score,
+                slot_U, count_4, later.told_X, count_B, self.arrays.free_X, free_2, next_2, *self._slots, abs(tick),
                 *self._values, table_U, id_U, *self._initial,
             ),
             shapes=(self._shapes, size),

@@ -210,9 +210,11 @@ _ONE_THREAD = Threads(1)
 def backend_of(tensor: torch.Tensor, threads: Threads = _ONE_THREAD) -> Backend:
     """The backend for the place of a tensor. The host's backend runs on `threads`."""
     cuda_backend = vars(package).get("cuda_backend")  # None = not imported
-    if cuda_backend is None and tensor.is_cuda:
+    if cuda_backend is None:
+        if not tensor.is_cuda:
+            return HostBackend(threads)
         from oneemb.kernels import cuda_backend
-    found: Backend | None = None if cuda_backend is None else cuda_backend.backend_of(tensor)
+    found: Backend | None = cuda_backend.backend_of(tensor)
     return HostBackend(threads) if found is None else found
 
 

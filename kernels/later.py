@@ -30,21 +30,23 @@ def tell(number_X: Array, told_X: Array) -> None:
 class Later:
     """A few int64 numbers that a loop on the current stream will `tell`. One thread at a time reads them."""
 
+    told_X: torch.Tensor
+    """The memory, for the loop."""
+    _values: list[int] | None = None
+
     def __init__(self, gpu: Gpu, size: int):
         self._gpu, self._size, self._stream = gpu, size, gpu.stream_now()
         self._memory = gpu.told(size)
-        self.told_X: torch.Tensor = self._memory[0]
-        """The memory, for the loop."""
-        self._values: list[int] | None = None
+        self.told_X, self._told = self._memory
 
     def is_ready(self) -> bool:
         """Whether `values` would not wait."""
-        return self._values is not None or self._memory[1][self._size] != 0
+        return self._values is not None or self._told[self._size] != 0
 
     def values(self) -> list[int]:
         """The numbers; the host waits until they have come."""
         if self._values is None:
-            told, size = self._memory[1], self._size
+            told, size = self._told, self._size
             if not told[size]:
                 self._gpu.waits += 1
                 self._gpu.wait_for(self._stream)

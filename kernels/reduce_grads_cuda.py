@@ -256,12 +256,11 @@ def _grouped(
     size, dim = order_N.shape[0], grad_NX.shape[1]
     # An upper bound: a key that has parts has more than PART occurrences, so at least PART / 2 for each part.
     parts = 2 * size // PART if size > PART else 0
-    empty, int64, device = torch.empty, torch.int64, gpu.device
-    begin_U1, part_U = empty(keys + 1, dtype=int64, device=device), empty(keys, dtype=int64, device=device)
-    key_P, count_1 = empty(parts, dtype=int64, device=device), gpu.filled(1)
+    begin_U1, part_U, key_P = order_N.new_empty(keys + 1), order_N.new_empty(keys), order_N.new_empty(parts)
+    part_PD = torch.empty(parts, dim, dtype=torch.float32, device=gpu.device)
+    count_1 = gpu.filled(1)
     scale_N = gpu.none(torch.float32) if scale_N is None else scale_N[order_N]
     order_N = order_N if bag_N is None else bag_N[order_N]
-    part_PD = empty(parts, dim, dtype=torch.float32, device=device)
     segments = Segments(grad_NX, order_N, scale_N, begin_U1, part_U, part_PD)
     args = [segments, (sorted_N, begin_U1, part_U, key_P, count_1)]
     if parts > 0:
@@ -291,7 +290,7 @@ def sum_grads_cuda(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Result of `reduce_grads_cuda` for `segments_of`, whose loops are launched together."""
     segments, *args = _grouped(grad_NX, inverse_N, keys, bag_N, scale_N, gpu)
-    grad_UD = gpu.empty(keys, grad_NX.shape[1], dtype=torch.float32)
+    grad_UD = torch.empty(keys, grad_NX.shape[1], dtype=torch.float32, device=gpu.device)
     finite_1 = gpu.filled(1, 1) if finite_1 is None else finite_1
     if keys > 0:
         shapes = reduce_loop, grad_NX.data_ptr() % 16, segments.shapes

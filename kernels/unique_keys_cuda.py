@@ -161,13 +161,10 @@ class _Scratch:
         return self._batches << _PLACE_BITS, *self._of_size
 
 
-def _scratch_for(ids: int, gpu: Gpu) -> _Scratch:
-    kept = gpu.scratch
-    found: _Scratch | None = kept.get(_Scratch)
-    if found is None or found.ids < ids:
-        kept.pop(_Scratch, None)  # before there are others
-        with torch.inference_mode(False):
-            found = kept[_Scratch] = _Scratch(1 << max(0, ids - 1).bit_length(), gpu)
+def _more_scratch(ids: int, gpu: Gpu) -> _Scratch:
+    gpu.scratch.pop(_Scratch, None)  # before there are others
+    with torch.inference_mode(False):
+        found = gpu.scratch[_Scratch] = _Scratch(1 << max(0, ids - 1).bit_length(), gpu)
     return found
 
 
@@ -191,13 +188,15 @@ def unique_keys_cuda(
     size = id_N.shape[0]
     if size > _IDS_MAX:
         raise ValueError(f"a lookup on a GPU must have at most {_IDS_MAX} ids, got {size}; divide the batch")
-    # An array of its own takes the host less time than a view.
-    empty, device = torch.empty, gpu.device
-    table_U, id_U = empty(size, dtype=torch.int32, device=device), empty(size, dtype=torch.int64, device=device)
-    head_U, inverse_N = empty(size, dtype=torch.int64, device=device), empty(size, dtype=torch.int32, device=device)
+    # An array of its own takes the host less time than a view, and one like another less than its dtype and device.
+    table_U = torch.empty(size, dtype=torch.int32, device=gpu.device)
+    id_U = torch.empty(size, dtype=torch.int64, device=gpu.device)
+    head_U, inverse_N = torch.empty_like(id_U), torch.empty_like(table_U)
     size_2 = gpu.filled(2) if size_2 is None else size_2
     if size > 0:
-        scratch = _scratch_for(size, gpu)
+        scratch: _Scratch | None = gpu.scratch.get(_Scratch)
+        if scratch is None or scratch.ids < size:
+            scratch = _more_scratch(size, gpu)
         batch, bits, cell_C, cell_N, rank_N, count_B = scratch.next_batch(size)
         padded = padding_id is not None
         gpu.run_in_turn(

@@ -238,7 +238,7 @@ class EmbeddingStore:
             self.looks_first = False
         self.pins.release_abandoned()
         hot, engine = self.rows.hot, self.engine
-        begun, new = hot.begun, self.replicas.new_of(keys) if self.replicas else None
+        begun, new = hot.begun, self.replicas.new_of(keys) if self.replicas.any else None
         if engine is None:
             found = self.pins.acquire(keys, prefetched)
         else:

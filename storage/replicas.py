@@ -38,10 +38,12 @@ class Replicas(StorePart):
         self._plan = plan
         self._replicated_T = np.zeros(max(tables, default=-1) + 2, bool)  # The last one stands for all beyond.
         self._replicated_T[list(tables)] = True
+        self.any = bool(tables)
+        """Whether there are replicated tables, as the truth value says, which takes longer to read."""
         self._index = HashIndex(threads)
 
     def __bool__(self) -> bool:
-        return len(self._replicated_T) > 1
+        return self.any
 
     def __len__(self) -> int:
         return len(self._index)

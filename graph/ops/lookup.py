@@ -12,7 +12,7 @@ N ids, U unique keys, P bags, D weights of a row, W words of a row.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -46,7 +46,11 @@ REPLACED = (
 def in_backward() -> bool:
     """Whether this thread runs a backward pass. Activation checkpointing recomputes a forward pass in it, so a lookup
     there repeats an earlier lookup."""
-    return bool(torch._C._current_graph_task_id() >= 0)
+    return _pass_now() >= 0
+
+
+_pass_now: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that this thread runs; -1 = none."""
 
 
 # ---- leases ----------------------------------------------------------------------------------------------------------
@@ -365,7 +369,7 @@ class LeaseAgain(Lease):
 
     def read(self) -> torch.Tensor:
         """The current weights, as `Lease.read`, from the slots of the first lookup if these are still pinned."""
-        backward, own_U = torch._C._current_graph_task_id(), self.slot_U
+        backward, own_U = _pass_now(), self.slot_U
         leases = [one for one in self.store.pins.owners() if isinstance(one, Lease) and self._repeats(one)]
         # Several lookups of the same ids are repeated in the order in which they were made, each once.
         first = min(leases, key=lambda one: (one.repeated_by == backward, one.order), default=self)
@@ -402,7 +406,7 @@ def acquire(
         ValueError: the ids are not on the device of the embedding.
     """
     check_place(store, keys.backend)
-    if not store.built:
+    if not store.rows.tiers:
         store.build()
     lease = LeaseAgain(store, keys) if again else Lease(store, keys)
     try:
@@ -457,7 +461,7 @@ def make_room(store: EmbeddingStore, error: StoreFullError) -> None:
 def free_failed_passes(store: EmbeddingStore) -> bool:
     """Drop the gradients of this thread's failed backward passes. torch would keep them in a queue, and their rows
     pinned, until the thread's next backward pass. Returns whether pinned rows of the store lost their owner."""
-    if torch._C._current_graph_task_id() >= 0:
+    if in_backward():
         return False
     # Hide this pass from torch's modes: a tape would record it, a graph would count it as a backward pass of `build`.
     with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():

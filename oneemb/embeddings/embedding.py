@@ -220,12 +220,12 @@ class TableEmbedding(SnapshotCalls, RowCalls):
                 inserted.
         """
         is_seen = refuse_tracers(self, ids)
-        scaled = isinstance(per_sample_weights, torch.Tensor) and per_sample_weights.requires_grad
-        is_trained = torch.is_grad_enabled() and self.is_trained
-        has_gradient = is_trained or scaled and torch.is_grad_enabled()
+        has_gradient = is_trained = torch.is_grad_enabled() and self.is_trained
+        if not is_trained and isinstance(per_sample_weights, torch.Tensor):
+            has_gradient = torch.is_grad_enabled() and per_sample_weights.requires_grad
         if has_gradient and not self.training and self.store.store_lock.forked:
-            has_gradient = False  # A forked child may read rows, but not train them.
-        if has_gradient and is_trained:
+            has_gradient = is_trained = False  # A forked child may read rows, but not train them.
+        if is_trained:
             check_lookup_in_ddp(self)
         bags: BagArguments | None = None
         try:

@@ -45,8 +45,8 @@ class LocalLookups:
     def look_up(self, embedding: SnapshotCalls, lookup: Lookup, inserts: bool, has_gradient: bool) -> torch.Tensor:
         """The rows of ids. They are differentiable if `has_gradient`, and unknown ids are inserted if `inserts`."""
         store, scales, pooling = embedding.store, lookup.per_sample_weights, lookup.pooling
-        is_plain = lookup.offsets is None and scales is None and lookup.columns is None
-        if not has_gradient and is_plain and pooling == "sum":
+        is_read = not has_gradient and scales is None and pooling == "sum"
+        if is_read and lookup.offsets is None and lookup.columns is None:
             if inserts and embedding.may_be_empty:
                 embedding.warn_if_empty()
             read = ops.read_ids(

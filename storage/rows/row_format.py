@@ -104,10 +104,10 @@ class RowFormat:
 
     def weights(self, row_NW: Array) -> Array:
         """View of rows, an array or a tensor, as bits of weights [N, X]; the first `dim` of a row are its weights."""
+        if self.dtype == "float32":  # A view of the same bits takes some time.
+            return row_NW
         if isinstance(row_NW, np.ndarray):
             return row_NW.view(BITS[self.dtype])
-        if self.dtype == "float32":  # A view of the same bits takes torch some time.
-            return row_NW
         import torch
 
         return row_NW.view(getattr(torch, np.dtype(BITS[self.dtype]).name))

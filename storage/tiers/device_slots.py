@@ -11,7 +11,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -73,17 +73,6 @@ def up_to_date(method: Callable[Concatenate[Slots, P], R]) -> Callable[Concatena
     return run
 
 
-class _PendingLookup(NamedTuple):
-    """A lookup of which the host does not know yet how many of its keys missed."""
-
-    counts: Later
-    """`count_4` of `acquire_loop`, or `count_5` of `look_up_loop`: their last four numbers mean the same."""
-    keys: int
-    """Number of keys that may have got a slot, at most."""
-    admits: bool
-    """Whether missing keys have got slots; otherwise they were read only."""
-
-
 class DeviceSlots(MemoryTier):
     """Base class of `DeviceTier`, which sets the attributes below."""
 
@@ -99,10 +88,11 @@ class DeviceSlots(MemoryTier):
     _gpu: Gpu
     _order: StreamOrder
     _bus: PinnedRows
-    _pending: deque[_PendingLookup]
+    _pending: deque[tuple[Later, int, bool]]
+    """Lookups of which the host does not know yet how many of their keys missed: `count_4` of `acquire_loop`, or
+    `count_5` of `look_up_loop`, whose last four numbers mean the same; number of keys that may have got a slot, at
+    most; whether missing keys have got slots, otherwise they were read only."""
     _tick: int
-    _begun: int
-    """Grows when `acquire` has made rows, or may have."""
     _free_2: torch.Tensor
     """int64 on the device: number of free slots that were given back, and number of slots ever used."""
     _next_2: torch.Tensor
@@ -111,9 +101,9 @@ class DeviceSlots(MemoryTier):
     """Values of `_free_2` once the device has done what it was asked for."""
     _ahead_failed: int
     """Number of slots when there was no memory for more than were needed; -1 = there was."""
-    _admission: tuple[InitRows, DeviceAdmission] | None
-    """A `DeviceAdmission`, and the `init_rows` for which it was made; these, or arrays of the tier, may have been
-    replaced since. None = it is still to be made."""
+    _admission: tuple[InitRows, torch.Tensor, torch.Tensor, DeviceAdmission] | None
+    """A `DeviceAdmission`, after the `init_rows`, the stack of free slots and the cells of the index for which it was
+    made; these may have been replaced since. None = it is still to be made."""
     use_score: float
     """Number that a use counts now, for "lfu": see oneemb.storage.tiers.hot_tier."""
 
@@ -168,13 +158,12 @@ class DeviceSlots(MemoryTier):
             return False
         if not hasattr(self.init_rows, "admission"):
             return False
-        free, limit = self._free, self._limits.row_limit
+        free, limit, room = self._free, self._limits.row_limit, min(self.pin_S.shape[0], self._free.stack_X.shape[0])
         while True:
             more = size  # new keys, whatever pending lookups have brought
-            for lookup in self._pending:
-                more += lookup.keys
-            fits = free.used + free.fresh(more) <= min(self.pin_S.shape[0], free.stack_X.shape[0])
-            if fits and self._index.has_room(more):
+            for _, admitted, _ in self._pending:
+                more += admitted
+            if free.used - free.returned + more <= room and self._index.has_room(more):
                 if limit is None or self._rows is not None and self._rows + more <= limit:
                     return True
             if not self._pending:
@@ -200,30 +189,29 @@ class DeviceSlots(MemoryTier):
         """Pinned slots of keys, `BEYOND` after the last; new ones are initialized and put into the index: see
         admit_cuda.py. An error has changed nothing, unless it is one of the driver, after which no call succeeds."""
         size, free, gpu = keys.id_U.shape[0], self._free, self._gpu
-        slot_U, counts, later = gpu.empty(size, dtype=torch.int64), gpu.filled(4), Later(gpu, 4)
+        slot_U, counts, later = torch.empty_like(keys.id_U), gpu.filled(4), Later(gpu, 4)
         # While an admission is pending, only the device knows which slots are free; then no call has changed them.
         is_known = True
-        for lookup in self._pending:
-            is_known = is_known and not lookup.admits
+        for _, _, admits in self._pending:
+            is_known = is_known and not admits
         if is_known and self._free_known != (free.returned, free.used):
             self._free_2[:1].fill_(free.returned)
             self._free_2[1:].fill_(free.used)
             self._free_known = free.returned, free.used
         admission, tick = self._admission_now(), self._next_tick()
-        score = self._tick if self.policy == "lru" else int(self.use_score)
-        admission.acquire(keys, slot_U, counts, later, self._free_2, self._next_2, tick, score)
+        admission.acquire(keys, slot_U, counts, later, self._free_2, self._next_2, tick)
         with changing:
             self._free_2, self._next_2 = self._next_2, self._free_2
-            self._pending.append(_PendingLookup(later, size, True))
-            self._begun += 1
+            self._pending.append((later, size, True))
+            self.begun += 1
         return slot_U
 
     def _admission_now(self) -> DeviceAdmission:
         """`DeviceAdmission` for the arrays and the first values of rows as they are now, and for the current stream."""
         init, stack_X, index = self.init_rows, self._free.stack_X, self._index
-        if self._admission is not None:
-            of_init, found = self._admission
-            same = of_init is init and found.arrays.free_X is stack_X and found.arrays.cell_C2 is index.cell_C2
+        if (kept := self._admission) is not None:
+            of_init, of_stack, of_cells, found = kept
+            same = of_init is init and of_stack is stack_X and of_cells is index.cell_C2
             if same and found.stream == self._gpu.stream_now():
                 return found
         arrays = TierArrays(
@@ -231,35 +219,35 @@ class DeviceSlots(MemoryTier):
             index.inserted_2, index.count_X,
         )  # fmt: skip
         found = init.admission(arrays)  # type: ignore[attr-defined]
-        self._admission = init, found
+        self._admission = init, stack_X, index.cell_C2, found
         return found
 
     def _count_later(self, counts: Later) -> None:
         """Count what a lookup that has only read has found, when the numbers have come."""
-        self._pending.append(_PendingLookup(counts, 0, False))
+        self._pending.append((counts, 0, False))
         self._apply_pending(wait=False)
 
     def _apply_pending(self, *, wait: bool = True) -> None:
         """Count what lookups have found and admitted for which the host did not wait; all of them, or those whose
         numbers have come."""
-        while self._pending and (wait or self._pending[0].counts.is_ready()):
+        while self._pending and (wait or self._pending[0][0].is_ready()):
             self._apply_first()
 
     def _apply_first(self) -> None:
-        lookup = self._pending[0]
-        missed, size, _, lost = lookup.counts.values()[-4:]
-        if lookup.admits and missed:
+        counts, _, admits = self._pending[0]
+        missed, size, _, lost = counts.values()[-4:]
+        if admits and missed:
             with changing:
                 self._pending.popleft()
                 self._index.note_inserted(missed)
                 self._free.commit(missed)
                 self._free_known = self._free.returned, self._free.used
-                self._add_known(missed)
-                self._counters.new_rows += missed
+                self._add_new(missed)
         else:
             self._pending.popleft()
-        self._counters.hits += size - missed
-        self._counters.misses += missed
+        counters = self._counters
+        counters.hits += size - missed
+        counters.misses += missed
         if lost:
             self._index.check_inserted(lost)
 
@@ -290,9 +278,8 @@ class DeviceSlots(MemoryTier):
             dirty[new] = True
         with self._taking(slot_M, table_M, id_M, dirty=dirty):
             self.pin_S[slot_M] = 1
-            self._add_known(unknown)
-            self._counters.new_rows += unknown
-            self._begun += unknown
+            self._add_new(unknown)
+            self.begun += unknown
         return slot_M
 
     def _read_below(self, table_M: torch.Tensor, id_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -76,7 +76,7 @@ class DeviceTier(DeviceSlots):
         self._bus = PinnedRows(row_width, gpu)
         self._order = StreamOrder(gpu)
         self._tick = 0
-        self._begun, self._ahead_failed = 0, -1
+        self._ahead_failed = -1
         self._free_2, self._next_2 = (gpu.kept(gpu.empty(2, dtype=torch.int64)) for _ in range(2))
         self.use_score = USE_SCORE
         with self._order(self._arrays):
@@ -92,7 +92,7 @@ class DeviceTier(DeviceSlots):
         Where nothing has to be known before, the host does not wait: keys and slots are then not cut, and the slots
         beyond the actual number of keys are `BEYOND`.
         """
-        while self._pending and self._pending[0].counts.is_ready():
+        while self._pending and self._pending[0][0].is_ready():
             self._apply_first()
         if self._make_room_to_admit(keys):
             return self._admit(keys), keys
@@ -263,10 +263,6 @@ class DeviceTier(DeviceSlots):
     def dirty_S(self) -> torch.Tensor:
         """Dirty bits, bool [S], for loops that change rows in slots that are pinned."""
         return self._dirty_S
-
-    @property
-    def begun(self) -> int:
-        return self._begun
 
     @property
     def pinned(self) -> int:

@@ -97,12 +97,11 @@ class HotRows(Tier, Protocol):
     row_SW: Array
     """float32 [S, at least W]. Read this attribute anew for every use, since the slab moves when it grows."""
 
+    begun: int
+    """Number that grows when `acquire` has initialized new rows, or may have."""
+
     stable_slots: bool
     """Whether rows stay in their slots without a pin, so that rows can be read at the slots from `slots_of`."""
-
-    @property
-    def begun(self) -> int:
-        """Number of new rows that `acquire` has initialized since the tier was made."""
 
     @property
     def pinned(self) -> int:

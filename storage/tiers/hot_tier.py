@@ -361,8 +361,8 @@ class HotTier(MemoryTier):
             set_marks(self._dirty_S, slot_O, False, threads=self._threads)
             set_marks(self._dirty_S, slot_N, True, threads=self._threads)
             self._touch(slot_M, first=True)
-            self._add_known(len(new))
-            self._counters.new_rows += len(new)
+            self._add_new(len(new))
+            self.begun += len(new)
         return slot_M
 
     def _take(

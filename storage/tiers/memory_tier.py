@@ -58,6 +58,7 @@ class MemoryTier(ABC):
     """
 
     slots: int
+    begun = 0
     score_S: Any
     use_score: float
     victims: VictimClock | None = None
@@ -357,15 +358,16 @@ class MemoryTier(ABC):
     def only_read(self) -> None:
         self._keeps_reads = False
 
-    @property
-    def begun(self) -> int:
-        return self._counters.new_rows
-
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _add_known(self, more: int) -> None:
         if self._rows is not None:
             self._rows += more
+
+    def _add_new(self, rows: int) -> None:
+        """Count rows that were initialized."""
+        self._add_known(rows)
+        self._counters.new_rows += rows
 
     def _held(self) -> int:
         """Number of rows that cannot be evicted: all rows of a resident tier, the pinned rows of a cache."""
