@@ -138,13 +138,13 @@ class DeviceAdmission:
         self._size, self._count_B = 0, arrays.count_X
 
     def acquire(
-        self, keys: DeviceKeys, slot_U: torch.Tensor, count_4: torch.Tensor, later: Later, free_2: torch.Tensor,
-        next_2: torch.Tensor, tick: int,
+        self, keys: DeviceKeys, size: int, slot_U: torch.Tensor, count_4: torch.Tensor, later: Later,
+        free_2: torch.Tensor, next_2: torch.Tensor, tick: int,
     ) -> None:  # fmt: skip
-        """Write the pinned slots of keys into slot_U, and tell `later` count_4; other arguments as of the loops, and
+        """Write the pinned slots of `size` keys into slot_U, and tell `later` count_4; other arguments as of the loops, and
         new rows have the score of a use. The device must run the calls for one tier one after the other. An error that
         is not the driver's has launched nothing."""
-        gpu, size = self._gpu, slot_U.shape[0]
+        gpu = self._gpu
         if size != self._size:
             self._count_B, self._size = gpu.kept(self.arrays.count_X[: gpu.shares(size)[0]]), size
         count_B = self._count_B

@@ -54,6 +54,7 @@ from oneemb.kernels.row_update_cuda import run_row_update_cuda
 from oneemb.kernels.unique_keys_cuda import DeviceKeys, unique_keys_cuda
 
 _OF_BITS = {bits: dtype for dtype, bits in BITS.items()}
+_HALVES = {dtype for dtype, bits in BITS.items() if bits is not dtype}
 
 
 class CudaBackend:
@@ -74,8 +75,7 @@ class CudaBackend:
     # ---- arrays -----------------------------------------------------------------------------------------------------
 
     def array(self, tensor: torch.Tensor) -> torch.Tensor:
-        bits = BITS.get(dtype := tensor.dtype, dtype)
-        return tensor if bits is dtype else tensor.view(bits)
+        return tensor.view(BITS[tensor.dtype]) if tensor.dtype in _HALVES else tensor
 
     def tensor(self, array: torch.Tensor) -> torch.Tensor:
         return array

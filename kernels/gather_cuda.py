@@ -116,8 +116,8 @@ def gather_cuda(
         gpu.run_in_turn(
             loops, (weight_SX, slot_U, inverse_N, out_ND),
             shapes=(
-                gather_loop, size, dim, weight_SX.shape, weight_SX.dtype, weight_SX.data_ptr() % 16, slot_U.shape,
-                inverse_N.dtype,
+                gather_loop, size, dim, weight_SX.shape, weight_SX.dtype, weight_SX.data_ptr() % 16,
+                slot_U.numel(), inverse_N.dtype,
             ),
         )  # fmt: skip
 

@@ -209,7 +209,7 @@ _ONE_THREAD = Threads(1)
 
 def backend_of(tensor: torch.Tensor, threads: Threads = _ONE_THREAD) -> Backend:
     """The backend for the place of a tensor. The host's backend runs on `threads`."""
-    cuda_backend = vars(package).get("cuda_backend")  # None = not imported
+    cuda_backend: Any = vars(package).get("cuda_backend")  # None = not imported
     if cuda_backend is None:
         if not tensor.is_cuda:
             return HostBackend(threads)

@@ -60,7 +60,7 @@ class Segments(NamedTuple):
         a user need not be. The shapes of part_U and part_PD follow from the others."""
         grad_NX, order_N, scale_N, begin_U1, _, _ = self
         return (
-            grad_NX.shape, grad_NX.dtype, grad_NX.is_contiguous(), order_N.shape, scale_N.shape, begin_U1.shape,
+            grad_NX.shape, grad_NX.dtype, grad_NX.is_contiguous(), order_N.numel(), scale_N.numel(), begin_U1.numel(),
         )  # fmt: skip
 
     @property

@@ -185,7 +185,7 @@ def unique_keys_cuda(
     Raises:
         ValueError: there are 2^30 ids or more.
     """
-    size = id_N.shape[0]
+    size = id_N.numel()
     if size > _IDS_MAX:
         raise ValueError(f"a lookup on a GPU must have at most {_IDS_MAX} ids, got {size}; divide the batch")
     # An array of its own takes the host less time than a view, and one like another less than its dtype and device.

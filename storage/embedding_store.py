@@ -191,7 +191,7 @@ class EmbeddingStore:
     @property
     def weight_SX(self) -> Array:
         """View of `row_SW` as the bits of weights: [S, X], the first `dim` entries of each row being its weights."""
-        return self.format.weights(self.row_SW)
+        return self.format.weights(self.rows.hot.row_SW if self.rows.tiers else self.row_SW)  # the same, sooner
 
     @property
     def members(self) -> tuple["EmbeddingStore"]:

@@ -328,7 +328,7 @@ def tables_and_ids(
     # Integers have no gradient from which to detach them.
     id_N = backend.array(ids if ids.dim() == 1 and ids.is_contiguous() else ids.reshape(-1).contiguous())
     if table_ids is None:
-        return backend.tables_of_columns(id_N.shape[0], num_tables), id_N, None
+        return backend.tables_of_columns(ids.numel(), num_tables), id_N, None
     looked_up = table_ids if ids.numel() else table_ids.reshape(-1)[:0]
     table_N = backend.tables(table_ids, num_tables).expand(ids.shape).reshape(-1).contiguous()
     return backend.array(table_N), id_N, functools.partial(check_tables, looked_up, num_tables)

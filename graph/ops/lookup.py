@@ -210,25 +210,24 @@ class Lease:
             StoreFullError: the rows do not fit.
             StorageError: the rows were replaced since the lookup.
         """
-        if self._pins is not None and self.generation == self.store.generation:
+        store = self.store
+        if self._pins is not None and self.generation == store.generation:
             return
         self.check_not_replaced()
-        try:
-            self._pin(prefetched, again)
-            return
-        except StoreFullError as error:
-            make_room(self.store, error)
-        self._pin(prefetched, again)
-
-    def _pin(self, prefetched: Prefetched | None, again: bool) -> None:
-        # Under the store lock, so that all pins have an owner. The lock is the outermost block: Ctrl-C ends its wait.
-        store, keys = self.store, self.keys
-        with store.store_lock:
-            again = again or self.generation != -1
-            self.slot_U, unique = store.acquire_locked(keys.unique, prefetched, again, False, keys.uses_U)
-            if unique is not keys.unique:
-                self.keys = dataclasses.replace(keys, unique=unique)
-            self.generation, self._pins = store.generation, store.pins.own(self, self.slot_U)
+        keys, again = self.keys, again or self.generation != -1
+        while True:
+            try:
+                # Under the store lock, so that all pins have an owner. The lock is the outermost block: Ctrl-C ends its
+                # wait.
+                with store.store_lock:
+                    slot_U, unique = store.acquire_locked(keys.unique, prefetched, again, False, keys.uses_U)
+                    self.slot_U = slot_U
+                    if unique is not keys.unique:
+                        self.keys = dataclasses.replace(keys, unique=unique)
+                    self.generation, self._pins = store.generation, store.pins.own(self, slot_U)
+                    return
+            except StoreFullError as error:
+                make_room(store, error)
 
     def unpin(self) -> None:
         """Let the rows be evicted; `pin` brings them back."""

@@ -86,7 +86,7 @@ class GradOfRanks(Protocol):
     """The attributes of a `RowGrad` that this file uses."""
 
     store: EmbeddingStore
-    passes: list[Pass]
+    passes: Sequence[Pass]
     ranks: AnyRanks
     at_owners: bool
 

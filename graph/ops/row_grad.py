@@ -42,11 +42,11 @@ class RowGrad(torch.Tensor):
     """
 
     store: EmbeddingStore
-    passes: list[Pass]
+    passes: Sequence[Pass]
     """Gradients that backward passes have left, not summed yet."""
     summed: RowGrads | None
     """Gradients by unique key, in addition to `passes`: changed or joined gradients, or gradients from other ranks."""
-    holders: list[Lease]
+    holders: Sequence[Lease]
     """Leases that pin the rows of `summed`."""
     ranks: AnyRanks
     """Ranks that own the rows."""
@@ -62,19 +62,19 @@ class RowGrad(torch.Tensor):
     @staticmethod
     def of(
         store: EmbeddingStore,
-        passes: Iterable[Pass] = (),
+        passes: Sequence[Pass] = (),
         summed: RowGrads | None = None,
-        holders: Iterable[Lease] = (),
+        holders: Sequence[Lease] = (),
         ranks: AnyRanks = ALONE,
         *,
         at_owners: bool = False,
         tables: frozenset[int] | None = None,
     ) -> "RowGrad":
-        """A gradient with these attributes."""
-        grad = torch.Tensor._make_wrapper_subclass(
-            RowGrad, (0, store.format.dim), dtype=torch.float32, device=store.backend.device
-        )
-        grad.store, grad.passes, grad.summed, grad.holders = store, list(passes), summed, list(holders)
+        """A gradient with these attributes. Sequences are kept as they are, and not changed."""
+        shape = 0, store.format.dim
+        grad = torch.Tensor._make_wrapper_subclass(RowGrad, shape, dtype=torch.float32, device=store.backend.device)
+        grad.store, grad.passes = store, passes
+        grad.summed, grad.holders = summed, holders
         grad.ranks, grad.at_owners, grad.tables = ranks, at_owners, tables
         return grad
 
@@ -137,7 +137,7 @@ class RowGrad(torch.Tensor):
             used = [lease.use() for lease in self.holders]  # count uses by the ranks' lookups in eval mode
             lookups = sum(lease.lookups for lease in self.holders)
             lease = Lease.of_keys(self.store, self.summed.table_U, self.summed.id_U, lookups)
-            self.summed, self.holders = self.summed.with_slots(lease.slot_U, lease.generation), [lease]
+            self.summed, self.holders = self.summed.with_slots(lease.slot_U, lease.generation), (lease,)
             for used_lease in used:
                 if used_lease is not None:
                     used_lease.unpin()
@@ -180,8 +180,8 @@ class RowGrad(torch.Tensor):
             grads.counted()
             with np.errstate(invalid="ignore", over="ignore"):
                 self.summed = grads.with_sums(backend.array(change(backend.tensor(grads.grad_UD))))
-            self.holders = list(dict.fromkeys([*self.holders, *(lease for lease, *_ in self.passes)]))
-            self.passes = []
+            self.holders = tuple(dict.fromkeys([*self.holders, *(lease for lease, *_ in self.passes)]))
+            self.passes = ()
 
     def copy_of(self) -> "RowGrad":
         copy = RowGrad.of(
@@ -208,10 +208,10 @@ class RowGrad(torch.Tensor):
         """Hold the reduced gradient of the rows that this rank owns, in place of the gradient of its own lookups."""
         for lease in dict.fromkeys(lease for lease, *_ in self.passes):
             lease.unpin()
-        self.passes, self.at_owners = [], True
+        self.passes, self.at_owners = (), True
         if owned is not None:
             lease, grads = owned
-            self.holders = [*self.holders, lease]
+            self.holders = *self.holders, lease
             self.summed = grads if self.summed is None else join_grads([self.summed, grads])
 
     def join(self, other: "RowGrad") -> None:
@@ -220,14 +220,14 @@ class RowGrad(torch.Tensor):
         self.spent = self.spent and other.spent
         self.ranks = other.ranks if self.ranks.alone else self.ranks
         self.at_owners = self.at_owners and other.at_owners
-        self.passes = self.passes + other.passes
+        self.passes = *self.passes, *other.passes
         self.summed = join_grads([grads for grads in (self.summed, other.summed) if grads is not None])
-        self.holders = self.holders + other.holders
+        self.holders = *self.holders, *other.holders
 
     def drop(self) -> None:
         """Drop the gradient: it is zero in all rows."""
         self.changes += 1
-        self.passes, self.summed, self.holders = [], None, []
+        self.passes, self.summed, self.holders = (), None, ()
         self.at_owners = False  # Other ranks may still have gradients of rows that this rank owns.
 
     # ---- dispatch ---------------------------------------------------------------------------------------------------

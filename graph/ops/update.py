@@ -121,7 +121,7 @@ def _as_one(store: EmbeddingStore, row_grads: Sequence[RowGrad]) -> RowGrad:
     holders = dict.fromkeys(
         lease for grad in row_grads for lease in (*(one.lease for one in grad.passes), *grad.holders)
     )
-    return RowGrad.of(store, (), join_grads(parts), holders, tables=tables)
+    return RowGrad.of(store, (), join_grads(parts), tuple(holders), tables=tables)
 
 
 def _merged_lookups(

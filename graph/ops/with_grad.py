@@ -77,8 +77,8 @@ class _WithGrad(torch.autograd.Function):
                 "backward must run only once through a lookup of an embedding, whose rows are released after the first"
                 " backward pass; pass retain_graph=True to the first pass, or look the ids up again"
             )
-        again = torch.is_grad_enabled()
-        if again and any(of_weights):
+        again, is_trained = torch.is_grad_enabled(), True in of_weights
+        if again and is_trained:
             raise RuntimeError(
                 "embedding.weight.grad cannot be differentiated again: leave out create_graph=True, or differentiate"
                 " with respect to the tensor that the lookup returned:"
@@ -89,7 +89,7 @@ class _WithGrad(torch.autograd.Function):
             ctx.lease = None  # A loss that is kept keeps none of the lookup's arrays.
         flat = (grad.detach() if again else grad).reshape(-1, grad.shape[-1])
         row_grads: list[RowGrad | None] = [None] * len(of_weights)
-        if any(of_weights):
+        if is_trained:
             # No copy is needed if `reshape` has made one, or if rows are updated within this backward pass. A later
             # change in place raises.
             as_is = owns_memory or flat.data_ptr() != grad.data_ptr() or ctx.at_once and flat.is_contiguous()

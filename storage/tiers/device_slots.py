@@ -97,6 +97,8 @@ class DeviceSlots(MemoryTier):
     """int64 on the device: number of free slots that were given back, and number of slots ever used."""
     _next_2: torch.Tensor
     """An array like `_free_2`, for the numbers after the next admission."""
+    _made: int
+    """Number of slots that there is memory for."""
     _free_known: tuple[int, int]
     """Values of `_free_2` once the device has done what it was asked for."""
     _ahead_failed: int
@@ -150,25 +152,25 @@ class DeviceSlots(MemoryTier):
 
     # ---- lookups for which the host does not wait ----------------------------------------------------------------
 
-    def _make_room_to_admit(self, keys: DeviceKeys) -> bool:
+    def _make_room_to_admit(self, keys: DeviceKeys, size: int) -> bool:
         """Whether `_admit`, which does not wait for the device, can acquire these keys: only if no error is possible.
-        Counts pending lookups until there is room."""
-        size = keys.id_U.shape[0]
+        Counts pending lookups until there is room. `size`: length of the arrays of keys."""
         if not self._resident or keys.check is not None or size == 0:
             return False
         if not hasattr(self.init_rows, "admission"):
             return False
-        free, limit, room = self._free, self._limits.row_limit, min(self.pin_S.shape[0], self._free.stack_X.shape[0])
+        free, limit = self._free, self._limits.row_limit
         while True:
             more = size  # new keys, whatever pending lookups have brought
             for _, admitted, _ in self._pending:
                 more += admitted
-            if free.used - free.returned + more <= room and self._index.has_room(more):
+            slots = free.used - free.returned + more
+            if slots <= self._made and slots <= free.room and self._index.has_room(more):
                 if limit is None or self._rows is not None and self._rows + more <= limit:
                     return True
             if not self._pending:
                 return False
-            self._apply_first()
+            self._apply_first(self._pending[0][0].values())
 
     def _make_room_ahead(self, keys: int) -> None:
         """Get memory for the new rows of the next lookups of so many keys, which then need not wait. Where there is no
@@ -185,21 +187,21 @@ class DeviceSlots(MemoryTier):
         except torch.OutOfMemoryError:
             self._ahead_failed = len(self.pin_S)
 
-    def _admit(self, keys: DeviceKeys) -> torch.Tensor:
+    def _admit(self, keys: DeviceKeys, size: int) -> torch.Tensor:
         """Pinned slots of keys, `BEYOND` after the last; new ones are initialized and put into the index: see
         admit_cuda.py. An error has changed nothing, unless it is one of the driver, after which no call succeeds."""
-        size, free, gpu = keys.id_U.shape[0], self._free, self._gpu
+        free, gpu = self._free, self._gpu
         slot_U, counts, later = torch.empty_like(keys.id_U), gpu.filled(4), Later(gpu, 4)
         # While an admission is pending, only the device knows which slots are free; then no call has changed them.
         is_known = True
         for _, _, admits in self._pending:
             is_known = is_known and not admits
-        if is_known and self._free_known != (free.returned, free.used):
+        if self._free_known != (free.returned, free.used) and is_known:
             self._free_2[:1].fill_(free.returned)
             self._free_2[1:].fill_(free.used)
             self._free_known = free.returned, free.used
         admission, tick = self._admission_now(), self._next_tick()
-        admission.acquire(keys, slot_U, counts, later, self._free_2, self._next_2, tick)
+        admission.acquire(keys, size, slot_U, counts, later, self._free_2, self._next_2, tick)
         with changing:
             self._free_2, self._next_2 = self._next_2, self._free_2
             self._pending.append((later, size, True))
@@ -231,12 +233,12 @@ class DeviceSlots(MemoryTier):
         """Count what lookups have found and admitted for which the host did not wait; all of them, or those whose
         numbers have come."""
         while self._pending and (wait or self._pending[0][0].is_ready()):
-            self._apply_first()
+            self._apply_first(self._pending[0][0].values())
 
-    def _apply_first(self) -> None:
-        counts, _, admits = self._pending[0]
-        missed, size, _, lost = counts.values()[-4:]
-        if admits and missed:
+    def _apply_first(self, counts: list[int]) -> None:
+        """Count what the first pending lookup has found and admitted: `counts`, the numbers that have come."""
+        missed, size, _, lost = counts[-4:]
+        if missed and self._pending[0][2]:
             with changing:
                 self._pending.popleft()
                 self._index.note_inserted(missed)
@@ -352,9 +354,10 @@ class DeviceSlots(MemoryTier):
                 self._gpu.wait()
 
     def _hold(self, arrays: list[torch.Tensor]) -> None:
-        self._admission = None  # It holds the arrays of before.
+        self._admission, self._made = None, 0  # An admission holds the arrays of before.
         kept = map(self._gpu.kept, arrays)
         self.row_SW, self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S = kept
+        self._made = len(arrays[0])
 
     def _arrays(self) -> list[torch.Tensor]:
         return [
@@ -393,7 +396,7 @@ class DeviceSlots(MemoryTier):
         gpu = self._gpu
         gpu.wait()  # Steps on other streams may be using what is given back.
         self._pending = deque()
-        self._free_known, self._admission = (-1, -1), None
+        self._free_known, self._admission, self._made = (-1, -1), None, 0
         self.row_SW = gpu.empty(0, padded(self.row_width), dtype=torch.float32)
         self._table_S = gpu.empty(0, dtype=torch.int32)
         self._id_S = gpu.empty(0, dtype=torch.int64)

@@ -92,12 +92,12 @@ class DeviceTier(DeviceSlots):
         Where nothing has to be known before, the host does not wait: keys and slots are then not cut, and the slots
         beyond the actual number of keys are `BEYOND`.
         """
-        while self._pending and self._pending[0][0].is_ready():
-            self._apply_first()
-        if self._make_room_to_admit(keys):
-            return self._admit(keys), keys
+        while self._pending and (counts := self._pending[0][0].values_now()) is not None:
+            self._apply_first(counts)
+        room = keys.id_U.numel()
+        if self._make_room_to_admit(keys, room):
+            return self._admit(keys, room), keys
         self._apply_pending()
-        room = len(keys.id_U)
         slot_U, keys, missed = self._find_and_pin(keys, 1)
         if missed:
             try:
