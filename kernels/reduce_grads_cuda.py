@@ -9,6 +9,7 @@ more than 64 parts, each 64 of them are summed first, and then these sums in ord
 hot key. In each case the sum of k gradients is within k * 2^-24 * (sum of |g|) of the exact one.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,13 @@ _COUNT_MASK = (1 << _COUNT_BITS) - 1
 
 V = 1
 SCALED = False  # whether gradients are multiplied on their way into the sum; `at(SCALED=True)` sets it
+
+
+# Sizes of batches of which views of the arrays are kept at a time.
+_SIZES_MAX = 16
+
+Arrays = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""begin_U1, part_U and part_PD of `Segments`, with key_P, int64 [P], before the last of them."""
 
 
 class Segments(NamedTuple):
@@ -239,7 +247,7 @@ def segments_of(
         bag_N: int64 [N], the row of grad_NX for each id; None = its own.
         scale_N: float32 [N], the factor of each id's row; None = 1.
     """
-    segments, *args = _grouped(grad_NX, inverse_N, keys, bag_N, scale_N, gpu)
+    segments, *args = _grouped(grad_NX, inverse_N, keys, bag_N, scale_N, gpu, _new_arrays)
     if segments.order_N.shape[0]:
         shapes = begin_loop, grad_NX.data_ptr() % 16, segments.shapes
         gpu.run_in_turn(lambda: _loops_of(segments, gpu), *args, shapes=shapes)
@@ -248,16 +256,16 @@ def segments_of(
 
 def _grouped(
     grad_NX: torch.Tensor, inverse_N: torch.Tensor, keys: int, bag_N: torch.Tensor | None,
-    scale_N: torch.Tensor | None, gpu: "Gpu",
+    scale_N: torch.Tensor | None, gpu: "Gpu", arrays: "Callable[[int, int, int, Gpu], Arrays]",
 ) -> list[Any]:  # fmt: skip
-    """Segments that no loop has written yet, and the arguments of each of `_loops_of`, which write them."""
+    """Segments that no loop has written yet, and the arguments of each of `_loops_of`, which write them. `arrays`:
+    function that makes begin_U1, part_U, key_P and part_PD for a number of keys, of parts and of weights."""
     # The sort is stable, so that ids of one key stay in batch order; padding, -1, comes first and is in no range.
     sorted_N, order_N = torch.sort(inverse_N, stable=True)
     size, dim = order_N.shape[0], grad_NX.shape[1]
     # An upper bound: a key that has parts has more than PART occurrences, so at least PART / 2 for each part.
     parts = 2 * size // PART if size > PART else 0
-    begin_U1, part_U, key_P = order_N.new_empty(keys + 1), order_N.new_empty(keys), order_N.new_empty(parts)
-    part_PD = torch.empty(parts, dim, dtype=torch.float32, device=gpu.device)
+    begin_U1, part_U, key_P, part_PD = arrays(keys, parts, dim, gpu)
     count_1 = gpu.filled(1)
     scale_N = gpu.none(torch.float32) if scale_N is None else scale_N[order_N]
     order_N = order_N if bag_N is None else bag_N[order_N]
@@ -268,6 +276,45 @@ def _grouped(
     if size > PART * PART:
         args.append((part_U, segments.part_PD, key_P, count_1))
     return args
+
+
+def _new_arrays(keys: int, parts: int, dim: int, gpu: "Gpu") -> Arrays:
+    begin_U1, part_U, key_P = (gpu.empty(size, dtype=torch.int64) for size in (keys + 1, keys, parts))
+    return begin_U1, part_U, key_P, gpu.empty(parts, dim, dtype=torch.float32)
+
+
+class _ArraysAgain:
+    """Arrays as of `_new_arrays` that launches on one stream use one after the other. Most steps repeat the sizes of
+    steps before."""
+
+    def __init__(self, gpu: "Gpu"):
+        self._gpu = gpu
+        self._number_X, self._sum_X = gpu.none(torch.int64), gpu.none(torch.float32)
+        self.made: dict[tuple[int, int, int], Arrays] = {}
+
+    def make(self, keys: int, parts: int, dim: int) -> Arrays:
+        gpu, numbers, sums = self._gpu, 2 * keys + 1 + parts, parts * dim
+        if len(self.made) >= _SIZES_MAX or numbers > len(self._number_X) or sums > len(self._sum_X):
+            self.made.clear()
+        with torch.inference_mode(False):
+            if numbers > len(self._number_X):
+                self._number_X = gpu.none(torch.int64)  # before there are others
+                self._number_X = gpu.empty(1 << numbers.bit_length(), dtype=torch.int64)
+            if sums > len(self._sum_X):
+                self._sum_X = gpu.none(torch.float32)
+                self._sum_X = gpu.empty(1 << sums.bit_length(), dtype=torch.float32)
+            begin_U1, part_U, key_P = torch.split(self._number_X[:numbers], [keys + 1, keys, parts])
+            part_PD = self._sum_X[:sums].view(parts, dim)
+        found = gpu.kept(begin_U1), gpu.kept(part_U), gpu.kept(key_P), gpu.kept(part_PD)
+        self.made[keys, parts, dim] = found
+        return found
+
+
+def _arrays_again(keys: int, parts: int, dim: int, gpu: "Gpu") -> Arrays:
+    again: _ArraysAgain | None = gpu.scratch.get(_ArraysAgain)
+    if again is None:
+        again = gpu.scratch[_ArraysAgain] = _ArraysAgain(gpu)
+    return again.made.get((keys, parts, dim)) or again.make(keys, parts, dim)
 
 
 def _loops_of(segments: Segments, gpu: "Gpu", keys: int = 0) -> list[tuple[CudaLoop, "Grid"]]:
@@ -289,7 +336,8 @@ def sum_grads_cuda(
     scale_N: torch.Tensor | None = None, finite_1: torch.Tensor | None = None, *, gpu: "Gpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Result of `reduce_grads_cuda` for `segments_of`, whose loops are launched together."""
-    segments, *args = _grouped(grad_NX, inverse_N, keys, bag_N, scale_N, gpu)
+    # Nothing reads the segments after this launch.
+    segments, *args = _grouped(grad_NX, inverse_N, keys, bag_N, scale_N, gpu, _arrays_again)
     grad_UD = torch.empty(keys, grad_NX.shape[1], dtype=torch.float32, device=gpu.device)
     finite_1 = gpu.filled(1, 1) if finite_1 is None else finite_1
     if keys > 0:

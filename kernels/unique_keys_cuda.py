@@ -31,6 +31,9 @@ _PLACE_BITS = 32
 _PLACE_MASK = (1 << 32) - 1
 _BATCHES_MAX = (1 << 31) - 1
 
+# Sizes of batches of which views of the arrays are kept at a time.
+_SIZES_MAX = 16
+
 
 class DeviceKeys(NamedTuple):
     """The unique keys of N ids, on the device."""
@@ -141,8 +144,8 @@ class _Scratch:
 
     def __init__(self, ids: int, gpu: Gpu):
         self.ids = ids
-        self._batches, self._size = 0, -1
-        self._gpu = gpu
+        self._batches, self._gpu = 0, gpu
+        self._of_sizes: dict[int, tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._cell_C = gpu.kept(gpu.full(2 * ids + 1, value=0, dtype=torch.int64))
         self._number_X = gpu.empty(2 * ids + SHARES_MAX, dtype=torch.int32)
 
@@ -153,12 +156,15 @@ class _Scratch:
             self._cell_C.zero_()
             self._batches = 0
         self._batches += 1
-        if size != self._size:
+        found = self._of_sizes.get(size)
+        if found is None:
+            if len(self._of_sizes) >= _SIZES_MAX:
+                self._of_sizes.clear()
             blocks, bits = self._gpu.shares(size)
             parts = torch.split(self._number_X[: 2 * size + blocks], [size, size, blocks])
             cell_N, rank_N, count_B = map(self._gpu.kept, parts)
-            self._of_size, self._size = (bits, self._cell_C, cell_N, rank_N, count_B), size
-        return self._batches << _PLACE_BITS, *self._of_size
+            found = self._of_sizes[size] = bits, self._cell_C, cell_N, rank_N, count_B
+        return self._batches << _PLACE_BITS, *found
 
 
 def _more_scratch(ids: int, gpu: Gpu) -> _Scratch:

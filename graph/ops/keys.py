@@ -326,7 +326,8 @@ def tables_and_ids(
 ) -> tuple[Array, Array, Callable[[], None] | None]:
     """(table_N, id_N, function that checks the values of `table_ids`, or None) of ids that have passed `check_ids`."""
     # Integers have no gradient from which to detach them.
-    id_N = backend.array(ids if ids.dim() == 1 and ids.is_contiguous() else ids.reshape(-1).contiguous())
+    flat_N = ids if ids.is_contiguous() else ids.contiguous()
+    id_N = backend.array(flat_N if ids.dim() == 1 else flat_N.view(-1))
     if table_ids is None:
         return backend.tables_of_columns(ids.numel(), num_tables), id_N, None
     looked_up = table_ids if ids.numel() else table_ids.reshape(-1)[:0]
