@@ -76,6 +76,20 @@ def test_a_hot_key_is_summed_in_parts_within_the_bound_and_always_to_the_same_bi
             assert found_UD[u].tobytes() == in_turn(parts_PD).tobytes()
 
 
+def test_batches_of_many_sizes_in_turn_are_summed_in_the_same_memory(gpu, monkeypatch):
+    rng = np.random.default_rng(5)
+    batches = []
+    for k in range(40):
+        inverse_N = np.append(rng.integers(0, 5, 30 + 9 * k), np.arange(5 + k % 3))
+        grad_ND = rng.normal(0, 1, (len(inverse_N), 1 + k % 4)).astype(np.float32)
+        batches.append((grad_ND, inverse_N, 5 + k % 3))
+    expected = [reduced(gpu, *batch)[0].tobytes() for batch in batches]
+    summed_at_once(gpu, *batches[-1])  # the largest one
+    monkeypatch.setattr(gpu, "empty", None)
+    for k in [*rng.permutation(len(batches)), *range(len(batches)), *range(8), *range(8)]:
+        assert summed_at_once(gpu, *batches[k]).tobytes() == expected[k]
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_sum_that_is_not_finite_turns_the_number_0(gpu, bad):
     grad_ND = np.ones((6, 5), np.float32)
