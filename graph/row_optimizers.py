@@ -193,18 +193,8 @@ def _run(
     if signed and group.get("maximize", False):
         grads = backend.negated(grads)
     options = {**absent, **group} if absent else group
-    loops, scalars = update.plan(step, **_options(update, options))
+    loops, scalars = update.plan_of_group(step, options)
     backend.update_rows(loops, scalars, weight_SX, row_SW, slot_U, grads, state_begin)
-
-
-def _options(update: RowUpdate, group: Group) -> dict[str, Any]:
-    """The options of a group as `update` takes them. torch allows tensors of one element for some options."""
-    options: dict[str, Any] = dict(zip(update.flags, map(bool, map(group.__getitem__, update.flags)), strict=True))
-    options.update(zip(update.numbers, map(float, map(group.__getitem__, update.numbers)), strict=True))
-    if update.has_betas:
-        betas = group["betas"]
-        options["beta1"], options["beta2"] = float(betas[0]), float(betas[1])
-    return options
 
 
 @dataclass(frozen=True)

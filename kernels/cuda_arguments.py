@@ -30,7 +30,8 @@ _FORMS = {
 }  # fmt: skip
 _UNUSED = "16x"
 
-_PYTHON = {bool: "bool", int: "int64", float: "float64"}
+_PYTHON = {bool: "bool", int: "int64", float: "float32"}
+"""Types of Python's numbers. A float64 argument is a NumPy number."""
 _DTYPES = {
     dtype: str(dtype).removeprefix("torch.")
     for dtype in (torch.float32, torch.float64, torch.int32, torch.int64, torch.int16, torch.uint16, torch.bool)
@@ -127,7 +128,7 @@ def packer_of(signature: Signature, have_words: Sequence[bool] = ()) -> Packer:
     Args:
         have_words: whether each leaf must be a tensor with words; others may be such tensors too. Empty = none must.
     """
-    scope: dict[str, Any] = {"pack_into": layout_of(signature).pack_into}
+    scope: dict[str, Any] = {"pack_into": layout_of(signature).pack_into, "float32": np.float32}
     text = _PackerText(scope, have_words)
     targets = text.targets(signature)
     source = f"""
@@ -289,7 +290,8 @@ class _PackerText:
         kinds = [kind for kind, called in _PYTHON.items() if called == dtype] + [np.dtype(dtype).type]
         self.scope |= {f"{name}_{k}": kind for k, kind in enumerate(kinds)}
         self.checks.append("(" + " or ".join(f"type({name}) is {name}_{k}" for k in range(len(kinds))) + ")")
-        self.numbers.append(name)
+        # `pack_into` refuses a float that rounds to an infinite float32.
+        self.numbers.append(f"float32({name})" if dtype == "float32" else name)
 
     def _array(self, name: str, dtype: str, ndim: int) -> None:
         sizes = [f"{name}_{i}" for i in range(ndim)]

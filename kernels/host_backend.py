@@ -132,7 +132,7 @@ class HostBackend:
         grads: Any, state_begin: int,
     ) -> None:  # fmt: skip
         run_row_update(
-            loops.on_host, weight_SX, row_SW, slot_U, grads, state_begin, *scalars,
+            loops.on_host, weight_SX, row_SW, slot_U, grads, state_begin, scalars,
             state_width=loops.states * grads.shape[1] + loops.row_states, threads=self.threads,
         )  # fmt: skip
 

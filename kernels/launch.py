@@ -401,8 +401,10 @@ def _simulate(loop: CudaLoop, blocks: int, threads: tuple[int, int], args: tuple
     from oneemb.kernels import jit_cuda
 
     def as_simulated(arg: Any) -> Any:
+        if isinstance(arg, tuple):
+            return tuple(map(as_simulated, arg))
         if not isinstance(arg, torch.Tensor):
-            return arg
+            return np.float32(arg) if type(arg) is float else arg
         assert arg.is_contiguous()
         return jit_cuda.simulated_array(arg.numpy())
 

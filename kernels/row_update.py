@@ -11,7 +11,7 @@ The arrays of an update, the same for every optimizer (see oneemb.storage.rows.r
 Invariants: an update writes D weights and the state of the rows in slot_U and no other byte; a row's new value
 depends on that row and its gradient alone, so neither the order of the rows nor the number of threads matters.
 What torch computes in Python floats (bias corrections, decayed rates) is computed in Python floats before the
-loop and rounded to float32 once, as torch rounds it.
+loop and rounded to float32 once, as torch rounds it: the loop's scalars may be Python floats.
 """
 
 import numpy as np
@@ -54,11 +54,17 @@ def run_row_update(
     slot_U: np.ndarray,
     grads: np.ndarray | Segments,
     state_begin: int,
-    *scalars: object,
+    scalars: tuple,
+    *,
     state_width: int,
     threads: Threads,
 ) -> None:
-    """Run an update's loop over all rows of slot_U. `state_width` is the number of words of state that it uses."""
+    """Run an update's loop over all rows of slot_U.
+
+    Args:
+        scalars: the loop's scalars: NumPy numbers, bools, integers, and Python floats, which are rounded to float32.
+        state_width: number of words of state that the loop uses.
+    """
     assert row_SW.dtype == np.float32 and row_SW.ndim == 2 and row_SW.flags.c_contiguous
     assert weight_SX.dtype in (np.float32, np.uint16, np.int16) and weight_SX.flags.c_contiguous
     assert len(weight_SX) == len(row_SW) and row_SW.shape[1] >= state_begin + state_width
@@ -70,4 +76,5 @@ def run_row_update(
         assert grads.dtype == np.float32 and grads.ndim == 2
         arrays = grads, None, None, None
     assert arrays[0].flags.c_contiguous
-    threads.run(loop, len(slot_U), weight_SX, row_SW, slot_U, arrays, state_begin, *scalars)
+    rounded = [np.float32(scalar) if type(scalar) is float else scalar for scalar in scalars]
+    threads.run(loop, len(slot_U), weight_SX, row_SW, slot_U, arrays, state_begin, *rounded)

@@ -35,7 +35,8 @@ class RowUpdate:
     """Function that updates rows in place, with the options of an optimizer.
 
     Args:
-        plan: (step, **options) -> (the loops, their scalars as NumPy numbers). `step` counts from 1.
+        plan: (step, **options) -> (the loops, their scalars: numbers, of which Python floats are rounded to float32).
+            `step` counts from 1.
         forms: {name of a form: options that choose its loops}, if options choose loops. Each form is compiled for
             GPUs. An option that is left out is 0.1, or False if it is a flag. None = one form, named as `plan`.
     """
@@ -50,12 +51,17 @@ class RowUpdate:
         self.kinds = {name: kind for name, kind in kinds.items() if name != "step"}
         self.options = frozenset(self.kinds)
         """Names of the options."""
-        self.has_betas = "beta1" in self.options
-        """Whether beta1 and beta2 are options; a param group of torch holds them as a pair, `betas`."""
-        others = self.options - {"beta1", "beta2"}
-        self.flags = tuple(name for name in others if self.kinds[name] is bool)
-        self.numbers = tuple(name for name in others if self.kinds[name] is float)
-        assert len(others) == len(self.flags) + len(self.numbers), "an option is a number or a flag"
+        self.plan_of_group: Callable[[int, Mapping[str, Any]], tuple[RowLoops, tuple]] = self._plan_of_group()
+        """Plans the update with the options of a param group of torch."""
+
+    def _plan_of_group(self) -> Any:
+        # As text, since a call with options in a dictionary takes several times as long.
+        options = []
+        for name, kind in self.kinds.items():
+            assert kind in (bool, float), "an option is a flag or a number"
+            beta = {"beta1": "['betas'][0]", "beta2": "['betas'][1]"}.get(name, f"[{name!r}]")
+            options.append(f"{name}={kind.__name__}(group{beta})")  # which may be a tensor of one element
+        return eval(f"lambda step, group: plan(step, {', '.join(options)})", {"plan": self.plan})
 
     def planned(self) -> dict[str, tuple[RowLoops, tuple]]:
         """{name of a form: result of `plan` for its options}. Numbers of other options stand for any numbers."""
@@ -75,6 +81,7 @@ class RowUpdate:
         **options: Any,
     ) -> None:
         """Update the rows of slot_U; oneemb.kernels.row_update describes the arrays."""
+        options = {name: self.kinds[name](option) for name, option in options.items()}
         backend.update_rows(*self.plan(step, **options), weight_SX, row_SW, slot_U, grad_UD, state_begin)
 
 

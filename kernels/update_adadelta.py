@@ -12,8 +12,6 @@ torch.optim.Adadelta.
 
 import math
 
-import numpy as np
-
 from oneemb.kernels.backend import RowLoops
 from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import l2_grad
@@ -38,6 +36,4 @@ _LOOPS = element_loops(adadelta)
 @row_update
 def update_adadelta(step: int, *, lr: float, rho: float, eps: float, weight_decay: float) -> tuple[RowLoops, tuple]:
     """One step of Adadelta. A new row's state is zeros."""
-    return _LOOPS, (
-        np.float32(lr), np.float32(rho), np.float32(1 - rho), np.float32(eps), np.float32(weight_decay)
-    )  # fmt: skip
+    return _LOOPS, (lr, rho, 1 - rho, eps, weight_decay)

@@ -9,8 +9,6 @@ Reference: Duchi, Hazan, Singer. JMLR 12 (2011), in the form and operation order
 
 import math
 
-import numpy as np
-
 from oneemb.kernels.backend import RowLoops
 from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import l2_grad
@@ -31,4 +29,4 @@ _LOOPS = element_loops(adagrad)
 @row_update
 def update_adagrad(step: int, *, lr: float, lr_decay: float, eps: float, weight_decay: float) -> tuple[RowLoops, tuple]:
     """One step of Adagrad. A new row's state holds the initial accumulator value."""
-    return _LOOPS, (np.float32(lr / (1 + (step - 1) * lr_decay)), np.float32(eps), np.float32(weight_decay))
+    return _LOOPS, (lr / (1 + (step - 1) * lr_decay), eps, weight_decay)

@@ -76,7 +76,7 @@ def update_adam(
     amsgrad: bool = False,
 ) -> tuple[RowLoops, tuple]:
     """One step of Adam, or of AdamW with decoupled_weight_decay. A new row's state is zeros."""
-    rate, correction = np.float32(lr / (1 - beta1**step)), np.float32((1 - beta2**step) ** 0.5)
+    rate, correction = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
     decay = decay_scalars(lr, weight_decay, decoupled_weight_decay)
     return _AMSGRAD if amsgrad else _ADAM, (rate, correction, *_same_in_each_step(beta1, beta2, eps, *decay))
 
@@ -95,8 +95,5 @@ def decay_scalars(lr: float, weight_decay: float, decoupled: bool) -> tuple[floa
 @row_update
 def update_sparse_adam(step: int, *, lr: float, beta1: float, beta2: float, eps: float) -> tuple[RowLoops, tuple]:
     """One step of SparseAdam. A new row's state is zeros."""
-    return _ADAM, (
-        np.float32(lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)), np.float32(1),
-        *lerp_scalars(1 - beta1), np.float32(beta2), np.float32(1 - beta2), np.float32(eps),
-        np.float32(0), np.float32(1),
-    )  # fmt: skip
+    rate = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+    return _ADAM, (rate, 1.0, *lerp_scalars(1 - beta1), beta2, 1 - beta2, eps, 0.0, 1.0)

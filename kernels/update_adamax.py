@@ -10,8 +10,6 @@
 Reference: Kingma, Ba. ICLR 2015, section 7.1, in the form and operation order of torch.optim.Adamax.
 """
 
-import numpy as np
-
 from oneemb.kernels.backend import RowLoops
 from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import l2_grad, lerp, lerp_scalars, maximum
@@ -38,7 +36,4 @@ def update_adamax(
     step: int, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
 ) -> tuple[RowLoops, tuple]:
     """One step of Adamax. A new row's state is zeros."""
-    return _LOOPS, (
-        *lerp_scalars(1 - beta1), np.float32(beta2), np.float32(eps), np.float32(lr / (1 - beta1**step)),
-        np.float32(weight_decay),
-    )  # fmt: skip
+    return _LOOPS, (*lerp_scalars(1 - beta1), beta2, eps, lr / (1 - beta1**step), weight_decay)

@@ -64,7 +64,5 @@ def update_ftrl(
 ) -> tuple[RowLoops, tuple]:
     """One step of FTRL-Proximal. `lr` must be above 0."""
     assert lr > 0
-    loops, power = (_PUBLISHED, ()) if lr_power == -0.5 else (_LOOPS, (np.float32(-lr_power),))
-    return loops, (
-        np.float32(lr), *power, np.float32(lambda1), np.float32(lambda2), np.float32(beta), np.float32(weight_decay)
-    )  # fmt: skip
+    loops, power = (_PUBLISHED, ()) if lr_power == -0.5 else (_LOOPS, (-lr_power,))
+    return loops, (lr, *power, lambda1, lambda2, beta, weight_decay)

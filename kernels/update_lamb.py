@@ -18,8 +18,6 @@ a row whose r is 0 becomes NaN.
 
 import math
 
-import numpy as np
-
 from oneemb.kernels.backend import RowLoops
 from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.rule_loops import row_loops, row_update
@@ -78,7 +76,4 @@ def update_lamb(
     step: int, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
 ) -> tuple[RowLoops, tuple]:
     """One step of LAMB. A new row's state is zeros."""
-    return _LOOPS, (
-        np.float32(lr), np.float32(beta1), np.float32(1 - beta1), np.float32(beta2), np.float32(1 - beta2),
-        np.float32(1 - beta1**step), np.float32(1 - beta2**step), np.float32(eps), np.float32(weight_decay),
-    )  # fmt: skip
+    return _LOOPS, (lr, beta1, 1 - beta1, beta2, 1 - beta2, 1 - beta1**step, 1 - beta2**step, eps, weight_decay)

@@ -15,8 +15,6 @@ whose rate without a gradient and without decay is NaN.
 
 import math
 
-import numpy as np
-
 from oneemb.kernels.backend import RowLoops
 from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import l2_grad
@@ -56,4 +54,4 @@ _LOOPS = row_loops(lars, lars_rate, shares=lars_squares)
 @row_update
 def update_lars(step: int, *, lr: float, eta: float, momentum: float, weight_decay: float) -> tuple[RowLoops, tuple]:
     """One step of LARS. A new row's state is zeros."""
-    return _LOOPS, (np.float32(lr * eta), np.float32(momentum), np.float32(weight_decay))
+    return _LOOPS, (lr * eta, momentum, weight_decay)

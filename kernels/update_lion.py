@@ -31,7 +31,4 @@ _LOOPS = element_loops(lion)
 @row_update
 def update_lion(step: int, *, lr: float, beta1: float, beta2: float, weight_decay: float) -> tuple[RowLoops, tuple]:
     """One step of Lion. A new row's state is zeros."""
-    return _LOOPS, (
-        np.float32(lr), np.float32(beta1), np.float32(1 - beta1), np.float32(beta2), np.float32(1 - beta2),
-        np.float32(1 - lr * weight_decay),
-    )  # fmt: skip
+    return _LOOPS, (lr, beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr * weight_decay)

@@ -64,8 +64,6 @@ def update_nadam(
     mu, mu_next = (beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay)) for t in (step, step + 1))
     product = _mu_product(step, beta1, momentum_decay)
     return _LOOPS, (
-        *lerp_scalars(1 - beta1), np.float32(beta2), np.float32(1 - beta2),
-        *map(np.float32, decay_scalars(lr, weight_decay, decoupled_weight_decay)), np.float32(eps),
-        np.float32(1 - beta2**step), np.float32(lr * (1 - mu) / (1 - product)),
-        np.float32(lr * mu_next / (1 - product * mu_next)),
+        *lerp_scalars(1 - beta1), beta2, 1 - beta2, *decay_scalars(lr, weight_decay, decoupled_weight_decay), eps,
+        1 - beta2**step, lr * (1 - mu) / (1 - product), lr * mu_next / (1 - product * mu_next),
     )  # fmt: skip

@@ -64,7 +64,4 @@ def update_partial_row_wise_adam(
     step: int, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
 ) -> tuple[RowLoops, tuple]:
     """One step of partial row-wise Adam. A new row's state is zeros."""
-    return _LOOPS, (
-        np.float32(lr), np.float32(beta1), np.float32(1 - beta1), np.float32(beta2), np.float32(1 - beta2),
-        np.float32(1 - beta1**step), np.float32(1 - beta2**step), np.float32(eps), np.float32(weight_decay),
-    )  # fmt: skip
+    return _LOOPS, (lr, beta1, 1 - beta1, beta2, 1 - beta2, 1 - beta1**step, 1 - beta2**step, eps, weight_decay)

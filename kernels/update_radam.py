@@ -18,8 +18,6 @@ order of torch.optim.RAdam.
 
 import math
 
-import numpy as np
-
 from oneemb.kernels.backend import RowLoops
 from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import lerp_scalars
@@ -53,7 +51,6 @@ def update_radam(
     rectified = rho > 5
     rect = ((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)) ** 0.5 if rectified else 1.0
     return _LOOPS, (
-        *lerp_scalars(1 - beta1), np.float32(beta2), np.float32(1 - beta2),
-        *map(np.float32, decay_scalars(lr, weight_decay, decoupled_weight_decay)), np.float32(eps),
-        np.float32(lr), np.float32(1 - beta1**step), np.float32(correction2**0.5), rectified, np.float32(rect),
+        *lerp_scalars(1 - beta1), beta2, 1 - beta2, *decay_scalars(lr, weight_decay, decoupled_weight_decay), eps,
+        lr, 1 - beta1**step, correction2**0.5, rectified, rect,
     )  # fmt: skip

@@ -16,8 +16,6 @@ Reference: Tieleman, Hinton. COURSERA: Neural Networks for Machine Learning, lec
 import math
 from functools import partial
 
-import numpy as np
-
 from oneemb.kernels.backend import RowLoops
 from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import l2_grad, lerp, lerp_scalars
@@ -103,6 +101,5 @@ def update_rmsprop(
     With momentum 0 no buffer is read or written, even if rows have one.
     """
     return _LOOPS[bool(centered), momentum > 0], (
-        np.float32(lr), np.float32(alpha), np.float32(1 - alpha), *lerp_scalars(1 - alpha), np.float32(eps),
-        np.float32(weight_decay), np.float32(momentum), bool(centered),
+        lr, alpha, 1 - alpha, *lerp_scalars(1 - alpha), eps, weight_decay, momentum, bool(centered)
     )  # fmt: skip

@@ -49,4 +49,4 @@ _LOOPS = row_loops(row_wise_step, row_wise_rate, shares=row_wise_square, has_row
 @row_update
 def update_row_wise_adagrad(step: int, *, lr: float, eps: float, weight_decay: float) -> tuple[RowLoops, tuple]:
     """One step of row-wise Adagrad. A new row's state holds the initial accumulator value."""
-    return _LOOPS, (np.float32(lr), np.float32(eps), np.float32(weight_decay))
+    return _LOOPS, (lr, eps, weight_decay)

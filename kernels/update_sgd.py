@@ -9,8 +9,6 @@ Reference: Sutskever, Martens, Dahl, Hinton. ICML 2013, in the form and operatio
 
 from functools import partial
 
-import numpy as np
-
 from oneemb.kernels.backend import RowLoops
 from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import l2_grad
@@ -46,9 +44,6 @@ def update_sgd(
     no gradient yet.
     """
     if momentum == 0:
-        return _PLAIN, (np.float32(lr), np.float32(weight_decay))
+        return _PLAIN, (lr, weight_decay)
     keep, share = (0.0, 1.0) if step == 1 else (momentum, 1 - dampening)
-    return _MOMENTUM, (
-        np.float32(lr), np.float32(momentum), np.float32(keep), np.float32(share), bool(nesterov),
-        np.float32(weight_decay),
-    )  # fmt: skip
+    return _MOMENTUM, (lr, momentum, keep, share, bool(nesterov), weight_decay)

@@ -67,7 +67,4 @@ def update_smart_decay_adam(
 ) -> tuple[RowLoops, tuple]:
     """One step of SmartDecayAdam; `step` counts up to STEP_MAX. A new row's state is zeros."""
     assert 1 <= step <= STEP_MAX
-    return _LOOPS, (
-        step, float(beta1), float(beta2), np.float32(1 - beta1), np.float32(1 - beta2),
-        np.float32(lr), np.float32(eps), np.float32(weight_decay),
-    )  # fmt: skip
+    return _LOOPS, (step, np.float64(beta1), np.float64(beta2), 1 - beta1, 1 - beta2, lr, eps, weight_decay)
