@@ -13,7 +13,7 @@ Invariant: an optimizer class is found by its own name, never by a base class, s
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -90,7 +90,7 @@ class RowOptimizer:
     @cached_property
     def has_own_update(self) -> bool:
         """Whether `run` is a function of the user's, rather than an update of `kernels`."""
-        return not (isinstance(self.run, partial) and self.run.func is _run)
+        return not isinstance(getattr(self.run, "__self__", None), _KnownUpdate)
 
     def state_width(self, dim: int) -> int:
         """Number of float32 state values in a row of `dim` weights."""
@@ -140,7 +140,7 @@ def rows_of_class(cls: type, optimizer: torch.optim.Optimizer, group: Group) -> 
             refused=tuple(option for option in optimizer.defaults if option not in followed),
             without=tuple(option for option in known.wider if option not in wider),
             fixed={option: group[option] for option in known.fixed},
-        )
+        ).check
         check({**optimizer.defaults, **group})
     options = {**known.absent, **group}
     name = next((name for option, name in known.renamed.items() if options[option]), known.name)
@@ -150,9 +150,9 @@ def rows_of_class(cls: type, optimizer: torch.optim.Optimizer, group: Group) -> 
         "_".join([name, *wider]),
         tuple(_begin(state, initial) for state in known.state) + (0.0,) * len(wider),
         tuple(_begin(state, initial) for state in known.row_state),
-        partial(
-            _run, known.update, "maximize" in optimizer.defaults, {option: options[option] for option in known.absent}
-        ),
+        _KnownUpdate(
+            known.update, "maximize" in optimizer.defaults, {option: options[option] for option in known.absent}
+        ).run,
         check,
         tuple((option, _plain(group[option])) for option in known.fixed),
         known.counts_steps,
@@ -170,31 +170,29 @@ def _begin(state: float | str, options: Mapping[str, Any]) -> float:
     return float(options[state]) if isinstance(state, str) else state
 
 
-def _run(
-    update: RowUpdate,
-    signed: bool,
-    absent: Group,
-    weight_SX: Array,
-    row_SW: Array,
-    slot_U: Array,
-    grads: Any,
-    *,
-    state_begin: int,
-    group: Group,
-    step: int,
-    backend: Backend,
-) -> None:
-    """Step rows with the options of a group.
+@dataclass(frozen=True)
+class _KnownUpdate:
+    """Update of rows by a class of OPTIMIZERS.
 
     Args:
         signed: whether the class has the option `maximize`, which negates gradients.
         absent: options, with values, that the optimizer's class lacks in this version of torch.
     """
-    if signed and group.get("maximize", False):
-        grads = backend.negated(grads)
-    options = {**absent, **group} if absent else group
-    loops, scalars = update.plan_of_group(step, options)
-    backend.update_rows(loops, scalars, weight_SX, row_SW, slot_U, grads, state_begin)
+
+    update: RowUpdate
+    signed: bool
+    absent: Group
+
+    def run(
+        self, weight_SX: Array, row_SW: Array, slot_U: Array, grads: Any, *, state_begin: int, group: Group, step: int,
+        backend: Backend,
+    ) -> None:  # fmt: skip
+        """Step rows with the options of a group; see `RunUpdate`."""
+        if self.signed and group.get("maximize", False):
+            grads = backend.negated(grads)
+        options = {**self.absent, **group} if self.absent else group
+        loops, scalars = self.update.plan_of_group(step, options)
+        backend.update_rows(loops, scalars, weight_SX, row_SW, slot_U, grads, state_begin)
 
 
 @dataclass(frozen=True)
@@ -213,7 +211,8 @@ class _Check:
     without: tuple[str, ...]
     fixed: Group
 
-    def __call__(self, group: Group) -> None:
+    def check(self, group: Group) -> None:
+        """Raise ValueError if rows cannot follow the options of a group."""
         # Most options are False, which needs no call.
         for option in self.refused:
             if (value := group.get(option)) is not False and not _is_off(value):

@@ -9,8 +9,6 @@ the error. The host then restores all counts to their values before that step.
 """
 
 import atexit
-import itertools
-import operator
 import sys
 import threading
 import weakref
@@ -167,46 +165,43 @@ def late_check_of(
     Raises:
         NonFiniteGradientError: an earlier step was left out.
     """
-    # Plain loops here and below: every step on a GPU runs them, and a generator costs more than its few items.
+    # Plain loops here and below, since every step on a GPU runs them: a loop over the few items takes less time than
+    # one more function of the standard library.
     backend = grads[0].store.backend
+    stores: list[Any] = []
     dense = _dense_to_check(steps, backend)
-    stores = _stores_to_check(grads, backend)
-    if dense is None or not stores or any(map(_OWN_UPDATE, row_optimizers)):
+    may_be_late = dense is not None and backend.waits
+    for row_optimizer in row_optimizers:
+        may_be_late = may_be_late and not row_optimizer.has_own_update
+    for grad in grads:
+        may_be_late = may_be_late and grad.store.backend is backend
+        for store in grad.stores:
+            may_be_late = may_be_late and not store.watchers  # They read the rows that are about to change.
+            if store not in stores:
+                stores.append(store)
+    if not may_be_late:
         resolve_all(grads)
         return None
-    check, *others = set(map(_CHECK_OF, stores))
-    if check is None or check.backend is not backend or others:
-        resolve_all(grads)
-        check = LateCheck(backend)
-        for store in stores:
-            store.step_lock.late_check = check
-    counts: list[tuple[Any, str]] = [*more]
+    check = stores[0].step_lock.late_check
     for store in stores:
+        if check is None or check.backend is not backend or store.step_lock.late_check is not check:
+            resolve_all(grads)
+            check = LateCheck(backend)
+            break
+    counts: list[tuple[Any, str]] = [*more]
+    of_dense: list[torch.Tensor] = []
+    for store in stores:
+        store.step_lock.late_check = check
         counts.append((store, "step"))
     for step in steps:
         counts.append((step, "taken"))
-    check.begin(grads, list(itertools.chain(*dense.values())), counts)
+    assert dense is not None
+    for found in dense.values():
+        of_dense += found
+    check.begin(grads, of_dense, counts)
     for step in dense:
         step.begin_late(check)
     return cast(LateCheck, check)
-
-
-_CHECK_OF, _OWN_UPDATE = operator.attrgetter("step_lock.late_check"), operator.attrgetter("has_own_update")
-
-
-def _stores_to_check(grads: Sequence[RowGrads], backend: Any) -> dict[Any, None] | None:
-    """The stores of gradients, as keys; None = the host has to know whether the gradients are finite."""
-    if not backend.waits:
-        return None
-    stores: dict[Any, None] = {}
-    for grad in grads:
-        if grad.store.backend is not backend:
-            return None
-        for store in grad.stores:
-            if store.watchers:
-                return None  # They read the rows that are about to change.
-            stores[store] = None
-    return stores
 
 
 def _dense_to_check(steps: Sequence[Any], backend: Any) -> dict[Any, list[torch.Tensor]] | None:

@@ -15,8 +15,8 @@ from oneemb.graph.ops.row_grad import RowGrad
 from oneemb.graph.row_optimizers import Group, RowOptimizer
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StorageError
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.step_lock import while_held
-from oneemb.storage.locking.store_lock import changing, whole
 from oneemb.storage.merged_store import MergedStore
 
 
@@ -353,13 +353,12 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
     rows = optimizer.rows_of(grads.stores[0]) if grads is not None else None
     if grads is None or rows is None or not go:
         return
-    store, (row_optimizer, options) = grads.store, rows
+    store, members, (row_optimizer, options) = grads.store, grads.stores, rows
     if groups:
         options = [groups.get(id(group), group) if group else group for group in options]
-    store_locks, writing = [], []
-    for member in grads.stores:
+    writing = []
+    for member in members:
         member.store_lock.check(changes=True)
-        store_locks.append(member.store_lock)
         writing.append(member.writing)
     if grads.generation != store.generation:  # A hook or another thread has loaded other rows.
         raise StorageError(REPLACED)
@@ -370,7 +369,7 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
             parts.append((part, step, group_G))
 
     def write() -> None:
-        with changing:
+        try:
             row_SW, layout = store.row_SW, store.format
             backend: Any = store.backend
             marks = True
@@ -384,16 +383,20 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
                     weight_SX, row_SW, part.slot_U, part.to_update,
                     state_begin=layout.state_begin, group=group, step=step + 1, backend=backend,
                 )  # fmt: skip
-            for member in grads.stores:
+            for member in members:
                 member.step += 1
             if marks:
                 store.mark_dirty(grads.table_U, grads.slot_U)
             else:
-                for member in grads.stores:
+                for member in members:
                     member.changes += 1
+        except BaseException as error:  # Perhaps only some rows have changed.
+            for member in members:
+                member.store_lock.cut_short(error)
+            raise
 
     writing.sort(key=id)
-    with whole(store_locks):
+    with signals_deferred:
         while_held(writing, write)
 
 

@@ -212,7 +212,10 @@ class RowStep:
             return None
         if self.groups_of_tables is not None:
             return embedding.row_optimizer, self.groups_of_tables()
-        return embedding.row_optimizer, list(map(self.optimizer.param_groups.__getitem__, numbers))
+        groups: list[Group | None] = []
+        for number in numbers:
+            groups.append(self.optimizer.param_groups[number])
+        return embedding.row_optimizer, groups
 
     @property
     def embeddings(self) -> dict[WeightOfRows, None]:

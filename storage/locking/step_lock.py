@@ -31,7 +31,6 @@ _NAPS_MAX = 500
 
 _STEPPING = operator.attrgetter("stepping")
 _ACQUIRE, _RELEASE = operator.methodcaller("acquire"), operator.methodcaller("release")
-_ACQUIRE_NOW = operator.methodcaller("acquire", False)
 
 
 class StepLock:
@@ -81,6 +80,8 @@ def in_step(locks: Iterable[StepLock], step: Callable[[], T]) -> T:
     """Run a training step with these locks held. Returns the step's result. Until the step ends, `between_steps` raises
     RuntimeError on this thread."""
     locks = tuple(locks)
+    if len(locks) == 1:
+        return _in_step_of_one(locks[0], step)
 
     def run() -> T:
         before = list(map(_STEPPING, locks))
@@ -95,25 +96,23 @@ def in_step(locks: Iterable[StepLock], step: Callable[[], T]) -> T:
     return while_held(_inner_locks(sorted(locks, key=id)), run)
 
 
-def in_step_now(one: StepLock, step: Callable[[], T]) -> T | None:
-    """Result of `in_step` with this lock, if no other thread holds the lock or waits for it; otherwise None, without a
-    call."""
-    if one.waiting:
-        return None
-    lock, held = one.lock, list[Any]()
-    giving_back = map(_RELEASE, held)  # as in `while_held`
-    before = one.stepping and lock._is_owned()
+def _in_step_of_one(one: StepLock, step: Callable[[], T]) -> T:
+    """`in_step` with one lock, in fewer calls: most models have one embedding."""
+    lock, me = one.lock, threading.get_ident()
+    before = lock._is_owned() and one.stepping  # as in `_inner_locks`
+    if one.waiting and not lock._is_owned():
+        waiting_first(one)
     try:
-        held.extend(filter(_ACQUIRE_NOW, (lock,)))
-        if not held:
-            return None
-        try:
-            one.stepping = True
-            return step()
-        finally:
-            one.stepping = before
+        one.waiting.add(me)
+        with lock:
+            one.waiting.discard(me)
+            try:
+                one.stepping = True
+                return step()
+            finally:
+                one.stepping = before
     finally:
-        collections.deque(giving_back, 0)
+        one.waiting.discard(me)
 
 
 def between_steps(locks: Iterable[StepLock], what: str, call: Callable[[], T]) -> T:
