@@ -186,13 +186,8 @@ class CudaBackend:
     def guarded(self, go_1: torch.Tensor | None, dirty_S: torch.Tensor | None = None) -> "CudaBackend":
         """This backend with another `go_1` and `dirty_S`."""
         other = CudaBackend.__new__(CudaBackend)
-        other.gpu, other.device, other.place, other.go_1, other.dirty_S = (
-            self.gpu,
-            self.device,
-            self.place,
-            go_1,
-            dirty_S,
-        )
+        other.gpu, other.device, other.place = self.gpu, self.device, self.place
+        other.go_1, other.dirty_S = go_1, dirty_S
         return other
 
     def negated(self, grads: Any) -> Any:

@@ -131,7 +131,7 @@ class EmbeddingStore:
         self.store_lock = StoreLock(f"the embedding on {bottom.name}", _MEND, rank=0)
         self.step_lock = StepLock()
         """Held by steps, and by calls that read or replace all rows; taken before the store lock."""
-        self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        self.watchers: list[weakref.ref[Watcher]] = []
         """Objects that are called with the keys and weights of rows before a step or `set_rows` changes the rows."""
         self.writing = threading.Lock()
         """Held by loops that write rows in place, or read rows that others may write; taken after the store lock."""
@@ -343,8 +343,9 @@ class EmbeddingStore:
 
     def before_change(self, table_U: Array, id_U: Array, weight_UD: torch.Tensor) -> None:
         """Tell the watchers that these rows are about to change. A watcher that raises prevents it."""
-        for watcher in list(self.watchers):
-            watcher.before_change(table_U, id_U, weight_UD)
+        for reference in list(self.watchers):
+            if (watcher := reference()) is not None:
+                watcher.before_change(table_U, id_U, weight_UD)
 
     def release(self, slot_U: Array, *, elsewhere: bool = False) -> None:
         """Remove one pin from each slot that `acquire` returned; see `HotRows.release`."""

@@ -120,7 +120,7 @@ def test_it_waits_for_no_other_thread_and_leaves_that_to_any_step(made):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_it_leaves_no_lock_taken_where_it_is_stopped(made, way):
-    embedding, lines = make_embedding(), {"functions": ("step_one_lookup", "in_step_now", "_step_now")}
+    embedding, lines = make_embedding(), {"functions": ("step_one_lookup", "_in_step_of_one", "_step_now")}
     optimizer = oneemb.Optimizer(torch.optim.SGD([embedding.weight], lr=0.1), [embedding])
     step_lock = embedding.store.step_lock
 

@@ -141,8 +141,9 @@ class RowCalls(torch.nn.Module):
     def _erase(self, table_U: np.ndarray, id_U: np.ndarray) -> int:
         """Erase this rank's rows of the keys. Returns their number; a copy of a row counts only on its owner."""
         erased_U = erase_rows(self.store, table_U, id_U)
-        for watcher in list(self.store.watchers):
-            watcher.erase(table_U, id_U)
+        for reference in list(self.store.watchers):
+            if (watcher := reference()) is not None:
+                watcher.erase(table_U, id_U)
         counted_U = self.store.replicas.are_counted(table_U[erased_U], id_U[erased_U])
         return int(np.count_nonzero(counted_U))
 

@@ -59,7 +59,8 @@ def _unrecorded(step: Callable[..., Any]) -> Any:
             return recorded(optimizer, *args, **kwargs)
         if (building := building_now()) is not None:
             building.check_step(optimizer)
-        return step(optimizer, *args, **kwargs)
+        # Python calls a function with a list of arguments more slowly.
+        return step(optimizer, *args, **kwargs) if args or kwargs else step(optimizer)
 
     call.hooked = True  # type: ignore[attr-defined]  # torch wraps no function that has this attribute
     return uncompiled(call)
@@ -312,22 +313,22 @@ def _make(optimizers: Sequence[Optimizer], stats: StepStats, go: bool, grads: Se
     `step_together`, and as `step_rows` calls it."""
     try:
         options: list[ops.Groups] = []
-        for optimizer, grads_of_step in zip(optimizers, grads, strict=True):
+        for o, optimizer in enumerate(optimizers):
             row_step, torchs = optimizer.row_step, optimizer.optimizer
             if go and steps_nothing(torchs):
                 options.append({})  # {} = the current options, since no hook can change them
                 continue
             try:
                 rows_stepped.add(torchs)
-                after_hooks = _after_hooks(row_step, grads_of_step, go)
+                after_hooks = _after_hooks(row_step, grads[o], go)
                 options.append(stats.call(f"step({type(torchs).__name__})", ops.step, row_step, go, after_hooks))
             finally:
                 rows_stepped.discard(torchs)
-        for optimizer, grads_of_step, options_of_step in zip(optimizers, grads, options, strict=True):
-            if options_of_step:
-                ops.check_options(optimizer.row_step, grads_of_step, options_of_step)
-        for optimizer, grads_of_step, options_of_step in zip(optimizers, grads, options, strict=True):
-            optimizer.row_step.update(grads_of_step, go, options_of_step, stats)
+        for o, optimizer in enumerate(optimizers):
+            if options[o]:
+                ops.check_options(optimizer.row_step, grads[o], options[o])
+        for o, optimizer in enumerate(optimizers):
+            optimizer.row_step.update(grads[o], go, options[o], stats)
             optimizer.row_step.taken += go
     except BaseException as error:
         if not isinstance(error, Exception):  # An interrupt that was not deferred: perhaps only some rows changed.
@@ -339,8 +340,8 @@ def _make(optimizers: Sequence[Optimizer], stats: StepStats, go: bool, grads: Se
 
 def step_one_lookup(optimizer: Optimizer, weights: Sequence[WeightInGroup]) -> bool:
     """Make the step of an optimizer that trains one embedding, whose gradient is that of one lookup, as `step_together`
-    makes any step, in fewer calls. Returns False, with nothing done, if the step is of another kind, or would wait for a
-    GPU (`check_in_step`)."""
+    makes any step, in fewer calls. Returns False, with nothing done, if the step is of another kind, or would wait for
+    a GPU (`check_in_step`)."""
     if len(weights) != 1 or optimizer.embeddings != (weights[0].embedding,):
         return False
     (taken,) = weights
@@ -349,7 +350,7 @@ def step_one_lookup(optimizer: Optimizer, weights: Sequence[WeightInGroup]) -> b
     waits = row_step.check_in_step and store.backend.waits
     if not isinstance(grad, ops.RowGrad) or waits or not embedding.ranks.alone:
         return False
-    return in_step([store.step_lock], functools.partial(_step_now, optimizer, taken, grad))
+    return in_step([store.step_lock], lambda: _step_now(optimizer, taken, grad))
 
 
 def _step_now(optimizer: Optimizer, taken: WeightInGroup, grad: ops.RowGrad) -> bool:

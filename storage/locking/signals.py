@@ -126,9 +126,9 @@ class _Signals:
             self._handlers[number](number, frame)
 
     def _put_back(self) -> None:
-        for number, handler in reversed(self._handlers.items()):  # SIGINT is restored last, as it may raise at once.
+        for number in reversed(self._handled):  # SIGINT is restored last, as it may raise at once.
             if _signal.getsignal(number) is self._note:
-                _signal.signal(number, handler)
+                _signal.signal(number, self._handlers[number])
 
     def _handle(self) -> None:
         """Call the handler of each deferred signal once, also of those after a handler that raises."""
