@@ -183,11 +183,9 @@ class _KnownUpdate:
     signed: bool
     absent: Group
 
-    def run(
-        self, weight_SX: Array, row_SW: Array, slot_U: Array, grads: Any, *, state_begin: int, group: Group, step: int,
-        backend: Backend,
-    ) -> None:  # fmt: skip
+    def run(self, *rows: Array, state_begin: int, group: Group, step: int, backend: Backend) -> None:
         """Step rows with the options of a group; see `RunUpdate`."""
+        weight_SX, row_SW, slot_U, grads = rows
         if self.signed and group.get("maximize", False):
             grads = backend.negated(grads)
         options = {**self.absent, **group} if self.absent else group

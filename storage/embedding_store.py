@@ -131,8 +131,9 @@ class EmbeddingStore:
         self.store_lock = StoreLock(f"the embedding on {bottom.name}", _MEND, rank=0)
         self.step_lock = StepLock()
         """Held by steps, and by calls that read or replace all rows; taken before the store lock."""
-        self.watchers: list[weakref.ref[Watcher]] = []
-        """Objects that are called with the keys and weights of rows before a step or `set_rows` changes the rows."""
+        self.watchers: dict[int, weakref.ref[Watcher]] = {}
+        """{id of an object: object that is called with the keys and weights of rows before a step or `set_rows` changes
+        them}."""
         self.writing = threading.Lock()
         """Held by loops that write rows in place, or read rows that others may write; taken after the store lock."""
         self._bottom = bottom
@@ -343,7 +344,7 @@ class EmbeddingStore:
 
     def before_change(self, table_U: Array, id_U: Array, weight_UD: torch.Tensor) -> None:
         """Tell the watchers that these rows are about to change. A watcher that raises prevents it."""
-        for reference in list(self.watchers):
+        for reference in list(self.watchers.values()):
             if (watcher := reference()) is not None:
                 watcher.before_change(table_U, id_U, weight_UD)
 

@@ -91,7 +91,7 @@ def test_a_step_that_is_skipped_is_counted(monkeypatch, made):
     assert found == train("not finite", **how)
 
 
-def test_it_waits_for_no_other_thread_and_leaves_that_to_any_step(made):
+def test_it_waits_until_another_thread_has_left_the_lock(made):
     embedding = make_embedding()
     optimizer = oneemb.Optimizer(torch.optim.SGD([embedding.weight], lr=0.1), [embedding])
     held, free = threading.Event(), threading.Event()
@@ -104,6 +104,7 @@ def test_it_waits_for_no_other_thread_and_leaves_that_to_any_step(made):
     embedding(torch.tensor([[1, 2]])).sum().backward()
     optimizer.step()
     assert made.pop()
+    optimizer.zero_grad()
     other = threading.Thread(target=hold)
     other.start()
     assert held.wait(60)
@@ -111,11 +112,13 @@ def test_it_waits_for_no_other_thread_and_leaves_that_to_any_step(made):
     stepping = threading.Thread(target=optimizer.step)
     stepping.start()
     stepping.join(0.2)
-    assert stepping.is_alive() and made == [False] and embedding.store.step == 1
+    assert stepping.is_alive() and made == [] and embedding.store.step == 1
+    assert embedding.store.step_lock.waiting == {stepping.ident}
     free.set()
     stepping.join(60)
     other.join(60)
-    assert embedding.store.step == 2 and not embedding.store.step_lock.stepping
+    assert made == [True] and embedding.store.step == 2
+    assert not (embedding.store.step_lock.stepping or embedding.store.step_lock.waiting)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -168,15 +171,15 @@ def test_what_another_thread_does_to_the_gradient_meanwhile_counts(made, monkeyp
     lock, own = embedding.store.step_lock.lock, StepLock.lock
 
     class Late:
-        def acquire(self, *args, **kwargs):
+        def __enter__(self):
             monkeypatch.setattr(StepLock, "lock", own)
             backward = lambda: embedding(ids[1]).sum().backward()  # noqa: E731
             other = threading.Thread(target=backward if also == "a backward pass" else embedding.zero_grad)
             other.start()
             other.join(60)
-            return lock.acquire(*args, **kwargs)
+            return lock.acquire()
 
-        def release(self):
+        def __exit__(self, *error):
             lock.release()
 
         def _is_owned(self):

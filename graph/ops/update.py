@@ -15,7 +15,6 @@ from oneemb.graph.ops.row_grad import RowGrad
 from oneemb.graph.row_optimizers import Group, RowOptimizer
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StorageError
-from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.step_lock import while_held
 from oneemb.storage.merged_store import MergedStore
 
@@ -339,7 +338,7 @@ def measure_update(args: tuple[object, RowGrads | None, bool, object], result: N
 
 
 def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: Groups | None = None) -> None:
-    """Apply the optimizer to the rows, in place.
+    """Apply the optimizer to the rows, in place. The caller defers signals, so that none comes in the middle.
 
     Args:
         grads: one of the results of `reduce_grads`.
@@ -395,9 +394,7 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
                 member.store_lock.cut_short(error)
             raise
 
-    writing.sort(key=id)
-    with signals_deferred:
-        while_held(writing, write)
+    while_held(writing if len(writing) == 1 else sorted(writing, key=id), write)
 
 
 def _by_group(grads: RowGrads, options: Sequence[Group | None]) -> list[tuple[RowGrads, Group]]:

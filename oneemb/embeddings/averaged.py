@@ -106,8 +106,8 @@ class AveragedEmbedding(torch.nn.Module):
         store.step_lock = embedding.store.step_lock  # so that rows and averages are saved at the same step
         # Averages with another rule must not load here: this rule would bring them up to date wrongly.
         store.form.attach("mean" if decay is None else f"average, decay {float(decay)}", np.zeros(1, np.float32))
-        self._watch = weakref.ref(self, embedding.store.watchers.remove)
-        embedding.store.watchers.append(self._watch)
+        watchers, key = embedding.store.watchers, id(self)
+        watchers[key] = weakref.ref(self, lambda _: watchers.pop(key, None))
 
     @property
     def embedding(self) -> TableEmbedding:
@@ -202,8 +202,7 @@ class AveragedEmbedding(torch.nn.Module):
     def close(self) -> None:
         """Free memory, files and the lock on `persistent_path`. Averages that no snapshot holds are lost; the embedding
         can be trained further, without averages."""
-        if self._watch in self.embedding.store.watchers:
-            self.embedding.store.watchers.remove(self._watch)
+        self.embedding.store.watchers.pop(id(self), None)
         self.rows.close()
 
     def __enter__(self) -> Self:

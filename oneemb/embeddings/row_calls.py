@@ -141,7 +141,7 @@ class RowCalls(torch.nn.Module):
     def _erase(self, table_U: np.ndarray, id_U: np.ndarray) -> int:
         """Erase this rank's rows of the keys. Returns their number; a copy of a row counts only on its owner."""
         erased_U = erase_rows(self.store, table_U, id_U)
-        for reference in list(self.store.watchers):
+        for reference in list(self.store.watchers.values()):
             if (watcher := reference()) is not None:
                 watcher.erase(table_U, id_U)
         counted_U = self.store.replicas.are_counted(table_U[erased_U], id_U[erased_U])
