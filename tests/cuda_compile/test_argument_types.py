@@ -47,7 +47,7 @@ def test_an_array_is_packed_as_its_shape_and_strides_in_bytes(shape, dtype):
 
 
 def test_numbers_have_their_natural_alignment_and_tuples_are_their_members():
-    args = (True, 7, torch.zeros(2), False, (np.float32(0.5), True, 1.5), np.uint64(2**63), np.float32(2))
+    args = (True, 7, torch.zeros(2), False, (np.float32(0.5), True, np.float64(1.5)), np.uint64(2**63), 2.0)
     signature = signature_of(args)
     assert signature == ("bool", "int64", "float32[1]", "bool", ("float32", "bool", "float64"), "uint64", "float32")
     buffer = bytearray(256)
@@ -115,6 +115,21 @@ def test_a_tensor_with_words_is_packed_by_them():
     without, of_another_type = torch.zeros(3, 4), with_words(torch.zeros(3, 4, dtype=torch.int32))
     assert not pack(buffers[0], (without, *args[1:])) and not pack(buffers[0], (of_another_type, *args[1:]))
     assert pack(buffers[0], (kept, 7, (with_words(other), True))) and buffers[0] == buffers[1]
+
+
+@pytest.mark.parametrize("number", [0.1, -0.0, 1e300, -1e300, float("nan"), 1e-46, 3.4028235677973366e38])
+def test_a_float_is_rounded_to_float32_as_numpy_rounds_it_and_may_become_infinite(number):
+    signature = signature_of(((number, True), number))
+    assert signature == (("float32", "bool"), "float32")
+    pack, buffers = packer_of(signature), [bytearray(16) for _ in range(3)]
+    with np.errstate(over="ignore"):
+        args, rounded = ((number, True), number), ((np.float32(number), True), np.float32(number))
+        assert pack(buffers[0], args) and pack(buffers[1], rounded) and pack(buffers[2], ((1.0, False), 1.0))
+    refill, (forms,) = refiller_of((signature,), (have_words(args),), first_places((args,)))
+    assert refill(
+        (args,), SimpleNamespace(words=None), *[memoryview(buffers[2]).cast("B").cast(form) for form in forms]
+    )
+    assert buffers[0] == buffers[1] == buffers[2]
 
 
 def test_an_integer_that_has_no_64_bits_is_an_error_and_no_other_integer():

@@ -9,6 +9,7 @@ import torch
 from oneemb.graph.row_optimizers import OPTIMIZERS as KNOWN, row_optimizer_of
 from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.threads import Threads
+from oneemb.kernels.update_adam import update_adam
 from oneemb.optim import Ftrl, Lamb, Lars, PartialRowWiseAdam, RowWiseAdagrad, SmartDecayAdam
 from tests.support.optimizers import OPTIMIZERS
 
@@ -215,6 +216,19 @@ def test_a_tensor_lr_is_read_as_a_number():
     for lr in (0.5, torch.tensor(0.5)):
         rows, group = rows_of(torch.optim.SGD, lr=lr)
         assert step(rows, group).tolist() == [0.5, 0.5]
+
+
+def test_integers_among_options_are_read_as_floats():
+    """Loops are compiled for the types of scalars, and would compute with an integer in another precision."""
+    options = dict(lr=3, betas=(0.0, 0.5), eps=1, weight_decay=2)
+    floats = dict(lr=3.0, betas=(0.0, 0.5), eps=1.0, weight_decay=2.0)
+    found = []
+    for of_group in (options, floats):
+        rows, group = rows_of(torch.optim.Adam, **of_group)
+        found.append(step(rows, group).tobytes())
+        planned = update_adam.plan_of_group(1, group)[1]
+        assert all(type(scalar) in (float, bool, np.float32) for scalar in planned), planned
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
