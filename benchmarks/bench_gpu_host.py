@@ -197,7 +197,7 @@ class Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         alone = ctx.alone
-        grads[0].reshape(-1, alone.dim)
+        grads[0].view(-1, alone.dim)
         torch.sort(alone.inverse_N, stable=True)
         alone.make(torch.float32)
         return None, None, EmptyGrad.of(alone.dim)

@@ -16,7 +16,7 @@ from oneemb.kernels.hash_index_cuda import PLACE_BITS, claim
 from oneemb.kernels.init_rows_cuda import DeviceInitialRows, begin_row
 from oneemb.kernels.jit import Number, cuda
 from oneemb.kernels.later import Later, tell
-from oneemb.kernels.launch import SHARES_MAX, Gpu
+from oneemb.kernels.launch import SHARES_MAX, Gpu, Loops
 from oneemb.kernels.ranks_cuda import rank_in_block, ranks_of_shares, share_of
 from oneemb.kernels.slots_cuda import acquire_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
@@ -144,14 +144,14 @@ class DeviceAdmission:
         """Write the pinned slots of `size` keys into slot_U, and tell `later` count_4; other arguments as of the loops;
         new rows have the score of a use. The device must run the calls for one tier one after the other. An error that
         is not the driver's has launched nothing."""
-        gpu = self._gpu
         if size != self._size:
+            gpu = self._gpu
             self._count_B, self._size = gpu.kept(self.arrays.count_X[: gpu.shares(size)[0]]), size
         count_B = self._count_B
         table_U, id_U = keys.table_U, keys.id_U
         cell_C2, inserted_2, score_S, pin_S = self._found
-        gpu.run_in_turn(
-            lambda: tuple((loop, gpu.grid_of_shares(count_B.shape[0])) for loop in (acquire_loop, admit_loop)),
+        self._gpu.run_in_turn(
+            self._loops,
             (cell_C2, table_U, id_U, keys.size_2, pin_S, score_S, 1, tick, slot_U, inserted_2, count_4, count_B),
             (
                 slot_U, count_4, later.told_X, count_B, self.arrays.free_X, free_2, next_2, *self._slots, abs(tick),
@@ -159,3 +159,7 @@ class DeviceAdmission:
             ),
             shapes=(self._shapes, size),
         )  # fmt: skip
+
+    def _loops(self) -> Loops:
+        grid = self._gpu.grid_of_shares(self._count_B.shape[0])
+        return (acquire_loop, grid), (admit_loop, grid)

@@ -196,7 +196,7 @@ class CudaBackend:
     # ---- forward ----------------------------------------------------------------------------------------------------
 
     def gather(self, rows: RowsOfIds, out_ND: torch.Tensor) -> None:
-        gather_cuda(*rows, out_ND, gpu=self.gpu)
+        gather_cuda(rows.weight_SX, rows.slot_U, rows.inverse_N, out_ND, gpu=self.gpu)
 
     def pool(self, rows: RowsOfIds, bags: Bags, scale_N: torch.Tensor | None, out_PD: torch.Tensor) -> None:
         pool_cuda(*rows, bags, scale_N, out_PD, gpu=self.gpu)
@@ -228,7 +228,7 @@ class CudaBackend:
         self, keys: Any, bags: Bags | None, grad_NX: torch.Tensor, scale_N: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         bag_N = None if bags is None else bags.bag_N
-        return sum_grads_cuda(grad_NX, keys.inverse_N, keys.id_U.shape[0], bag_N, scale_N, self.go_1, gpu=self.gpu)
+        return sum_grads_cuda(grad_NX, keys.inverse_N, keys.id_U.numel(), bag_N, scale_N, self.go_1, gpu=self.gpu)
 
     def finite_of(self, grad_UD: torch.Tensor) -> torch.Tensor:
         return torch.isfinite(grad_UD).all().reshape(1).to(torch.int64)

@@ -101,20 +101,20 @@ def look_up_cuda(
     return ListedSlots(absent_R, key_R, count_5, later.told_X)
 
 
+def _gather_loops(size: int, dim: int, weight_SX: torch.Tensor, gpu: Gpu) -> Loops:
+    v = vector_width(dim, weight_SX)
+    return ((gather_loop.at(V=v), gpu.grid_of_rows(size, dim // v)),)
+
+
 def gather_cuda(
     weight_SX: torch.Tensor, slot_U: torch.Tensor, inverse_N: torch.Tensor, out_ND: torch.Tensor, *, gpu: Gpu
 ) -> None:
     """out_ND[n] = the weights in slot `slot_U[inverse_N[n]]`, zeros where `inverse_N[n]` is -1. out_ND: rows from
     the beginning of memory that torch has allocated, which is aligned."""
     size, dim = out_ND.shape
-
-    def loops() -> Loops:
-        v = vector_width(dim, weight_SX)
-        return ((gather_loop.at(V=v), gpu.grid_of_rows(size, dim // v)),)
-
     if size > 0:
         gpu.run_in_turn(
-            loops, (weight_SX, slot_U, inverse_N, out_ND),
+            lambda: _gather_loops(size, dim, weight_SX, gpu), (weight_SX, slot_U, inverse_N, out_ND),
             shapes=(
                 gather_loop, size, dim, weight_SX.shape, weight_SX.dtype, weight_SX.data_ptr() % 16,
                 slot_U.numel(), inverse_N.dtype,

@@ -127,7 +127,7 @@ class Gpu:
         return torch.full(shape, value, dtype=dtype, device=self.device)
 
     def kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same tensor, which lives long and keeps its memory: launches that take it are quicker."""
+        """The same tensor, which lives long and keeps its memory: launches that take it each time are quicker."""
         return tensor if SIMULATED else with_words(tensor)
 
     def none(self, dtype: torch.dtype, columns: int | None = None) -> torch.Tensor:
@@ -185,7 +185,7 @@ class Gpu:
                     on_gpu = self.device.type == "cuda"
                     many = torch.zeros(_SMALL, size + 1, dtype=torch.int64, pin_memory=on_gpu, device="cpu")
                     self._told_of_all.append(many)
-                    free += [(self.kept(one), one.numpy().data) for one in many.unbind()]
+                    free += [(one, one.numpy().data) for one in many.unbind()]
 
     def give_back(self, memory: Told) -> None:
         """Let memory of `told` be used again: no loop writes it any more."""

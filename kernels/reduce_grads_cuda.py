@@ -262,7 +262,7 @@ def _grouped(
     function that makes begin_U1, part_U, key_P and part_PD for a number of keys, of parts and of weights."""
     # The sort is stable, so that ids of one key stay in batch order; padding, -1, comes first and is in no range.
     sorted_N, order_N = torch.sort(inverse_N, stable=True)
-    size, dim = order_N.shape[0], grad_NX.shape[1]
+    size, dim = order_N.numel(), grad_NX.shape[1]
     # An upper bound: a key that has parts has more than PART occurrences, so at least PART / 2 for each part.
     parts = 2 * size // PART if size > PART else 0
     begin_U1, part_U, key_P, part_PD = arrays(keys, parts, dim, gpu)

@@ -57,6 +57,11 @@ def test_launches_are_four_calls_of_python_and_ask_the_driver_for_the_context_on
 
 
 @pytest.mark.parametrize("name", ["step", "step of many ids", "eval"])
+def test_a_repeated_step_writes_no_address_of_a_tensor_with_words(counted, name):
+    assert counted[name]["words are others"] == []
+
+
+@pytest.mark.parametrize("name", ["step", "step of many ids", "eval"])
 def test_arguments_are_packed_as_numba_packs_them(counted, name):
     assert counted[name]["loops"] and counted[name]["packed otherwise"] == []
 

@@ -75,14 +75,15 @@ def unique_keys(
     Raises:
         TypeError, ValueError: dtype, device, shape or range is not as above.
     """
-    backend = backend_of(ids, threads) if isinstance(ids, torch.Tensor) else _NO_BACKEND  # other ids are refused below
     if offsets is None:
         if columns is not None:
             check_no_columns(columns)
         check_ids(ids, table_ids, num_tables, key_type)
+        backend = backend_of(ids, threads)
         table_N, id_N, check = tables_and_ids(ids, table_ids, num_tables, backend)
         unique = backend.unique_keys(table_N, id_N, tables=num_tables, padding_id=padding_idx, check=check)
         return BatchKeys(ids.shape, unique, None, backend)
+    backend = backend_of(ids, threads) if isinstance(ids, torch.Tensor) else _NO_BACKEND  # other ids are refused below
     shape, offset_P1, table_P, check_bags = bags_of_ids(ids, table_ids, num_tables, key_type, offsets, columns, backend)
     id_N = backend.array(ids.detach().contiguous())
     unique, bags = backend.unique_keys_of_bags(

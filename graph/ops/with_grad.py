@@ -87,7 +87,8 @@ class _WithGrad(torch.autograd.Function):
         lease.check_not_replaced()
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.lease = None  # A loss that is kept keeps none of the lookup's arrays.
-        flat = (grad.detach() if again else grad).reshape(-1, grad.shape[-1])
+        flat = grad.detach() if again else grad
+        flat = flat.view(-1, flat.shape[-1]) if flat.is_contiguous() else flat.reshape(-1, flat.shape[-1])
         row_grads: list[RowGrad | None] = [None] * len(of_weights)
         if is_trained:
             # No copy is needed if `reshape` has made one, or if rows are updated within this backward pass. A later

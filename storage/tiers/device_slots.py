@@ -247,9 +247,9 @@ class DeviceSlots(MemoryTier):
                 self._add_new(missed)
         else:
             self._pending.popleft()
-        counters = self._counters
-        counters.hits += size - missed
-        counters.misses += missed
+        self._counters.hits += size - missed
+        if missed:
+            self._counters.misses += missed
         if lost:
             self._index.check_inserted(lost)
 

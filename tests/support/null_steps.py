@@ -133,8 +133,10 @@ def main(folder):
         keys = "launches", "waits", "launches of the driver", "calls of the driver"
         counted[name] = {key: now - then for key, now, then in zip(keys, after, before, strict=True)}
         names = "run", "run_rows", "run_shares", "run_in_turn", "_launch", "pack", "refill", "launch"
+        words = words_of_repeated()
         launched = [name for name in python_calls(call) if name in names]
         counted[name] |= {"loops": loops, "packed otherwise": wrong, "Python calls of launches": len(launched)}
+        counted[name]["words are others"] = [k for k, one in enumerate(words_of_repeated()) if one is not words[k]]
 
     gpu.missing = UNIQUE
     step()
@@ -155,6 +157,11 @@ def main(folder):
     counted["an error among three"] = [error_among_three(driver, gpu) for _ in range(3)]
     counted["launches without memory"] = launches_without_memory(driver, gpu)
     print(json.dumps(counted))
+
+
+def words_of_repeated():
+    """The words that the buffers of this thread's repeated launches have."""
+    return [again.words for again in cuda_driver.arguments.repeated.values() if again is not None]
 
 
 def comparing(driver, loops, wrong):
