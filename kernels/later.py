@@ -39,26 +39,16 @@ class Later:
         self._memory = gpu.told(size)
         self.told_X, self._told = self._memory
 
-    def is_ready(self) -> bool:
-        """Whether `values` would not wait."""
-        return self._values is not None or self._told[self._size] != 0
-
-    def values(self) -> list[int]:
-        """The numbers; the host waits until they have come."""
-        found = self.values_now()
-        if found is None:
-            self._gpu.waits += 1
-            self._gpu.wait_for(self._stream)
-            found = self.values_now()
-            assert found is not None, "the device has done its work and told no numbers"
-        return found
-
-    def values_now(self) -> list[int] | None:
-        """The numbers; None if they have not come."""
+    def values(self, *, wait: bool = True) -> list[int] | None:
+        """The numbers. If they have not come, the host waits for them; with wait=False the result is None."""
         if self._values is None:
             told, size = self._told, self._size
             if not told[size]:
-                return None
+                if not wait:
+                    return None
+                self._gpu.waits += 1
+                self._gpu.wait_for(self._stream)
+                assert told[size], "the device has done its work and told no numbers"
             threading.Lock().acquire()  # Its barrier keeps a processor from reading the numbers before the mark.
             self._values = told[:size].tolist()
             self._gpu.give_back(self._memory)

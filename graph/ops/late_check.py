@@ -109,8 +109,8 @@ class LateCheck:
             self._resolve(wait)
 
     def _resolve(self, wait: bool) -> None:
-        while self._steps and (wait or self._steps[0].go.is_ready()):
-            if self._steps[0].go.values() == [1]:
+        while self._steps and (made := self._steps[0].go.values(wait=wait)) is not None:
+            if made == [1]:
                 self._steps.popleft()
                 continue
             left_out = len(self._steps)

@@ -170,7 +170,7 @@ class DeviceSlots(MemoryTier):
                     return True
             if not self._pending:
                 return False
-            self._apply_first(self._pending[0][0].values())
+            self._apply_first(wait=True)
 
     def _make_room_ahead(self, keys: int) -> None:
         """Get memory for the new rows of the next lookups of so many keys, which then need not wait. Where there is no
@@ -232,13 +232,17 @@ class DeviceSlots(MemoryTier):
     def _apply_pending(self, *, wait: bool = True) -> None:
         """Count what lookups have found and admitted for which the host did not wait; all of them, or those whose
         numbers have come."""
-        while self._pending and (wait or self._pending[0][0].is_ready()):
-            self._apply_first(self._pending[0][0].values())
+        while self._pending and self._apply_first(wait=wait):
+            pass
 
-    def _apply_first(self, counts: list[int]) -> None:
-        """Count what the first pending lookup has found and admitted: `counts`, the numbers that have come."""
+    def _apply_first(self, *, wait: bool) -> bool:
+        """Count what the first pending lookup has found and admitted. Returns whether its numbers have come."""
+        later, _, admits = self._pending[0]
+        counts = later.values(wait=wait)
+        if counts is None:
+            return False
         missed, size, _, lost = counts[-4:]
-        if missed and self._pending[0][2]:
+        if missed and admits:
             with changing:
                 self._pending.popleft()
                 self._index.note_inserted(missed)
@@ -252,6 +256,7 @@ class DeviceSlots(MemoryTier):
             self._counters.misses += missed
         if lost:
             self._index.check_inserted(lost)
+        return True
 
     def _grow_old(self, uses: int) -> None:
         """Let uses from here on count more than those before, by the number of rows that have been used."""

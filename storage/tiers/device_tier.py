@@ -92,8 +92,8 @@ class DeviceTier(DeviceSlots):
         Where nothing has to be known before, the host does not wait: keys and slots are then not cut, and the slots
         beyond the actual number of keys are `BEYOND`.
         """
-        while self._pending and (counts := self._pending[0][0].values_now()) is not None:
-            self._apply_first(counts)
+        while self._pending and self._apply_first(wait=False):
+            pass
         room = keys.id_U.numel()
         if self._make_room_to_admit(keys, room):
             return self._admit(keys, room), keys

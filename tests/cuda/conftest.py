@@ -9,6 +9,7 @@ In the simulator loops are Python, so the branches of each that were taken are n
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import coverage
 import pytest
@@ -39,6 +40,18 @@ def gpu():
         return gpu_at(torch.device("cuda"))  # The object that loops count their launches on.
     except (ImportError, RuntimeError) as error:  # said once, not by every test
         pytest.exit(f"there is no GPU to test on: {error}", returncode=1)
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Whether numbers from the device have not come yet: they come when the host waits for them."""
+    from oneemb.kernels.later import Later
+
+    late, values = SimpleNamespace(now=False), Later.values
+    monkeypatch.setattr(
+        Later, "values", lambda later, *, wait=True: None if late.now and not wait else values(later, wait=wait)
+    )
+    return late
 
 
 @pytest.fixture(scope="session", autouse=True)

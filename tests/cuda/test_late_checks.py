@@ -3,14 +3,12 @@ comes later, with all counts as before that step."""
 
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import oneemb
 from oneemb.graph.ops import LateCheck
-from oneemb.kernels.later import Later
 from tests.cuda.conftest import SIMULATED
 from tests.cuda.test_launches import Noted
 from tests.cuda.test_train import on_gpu
@@ -18,14 +16,6 @@ from tests.support.models import make_embedding
 from tests.support.optimizers import OPTIMIZERS
 
 DIM = 4
-
-
-@pytest.fixture
-def late(monkeypatch):
-    """Whether numbers from the device have not come yet: they come when the host waits for them."""
-    late, ready = SimpleNamespace(now=False), Later.is_ready
-    monkeypatch.setattr(Later, "is_ready", lambda later: not late.now and ready(later))
-    return late
 
 
 class Trained:

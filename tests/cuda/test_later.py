@@ -15,9 +15,9 @@ def tell(gpu, later, *, finite=1):
 @pytest.mark.parametrize("finite", [0, 1])
 def test_numbers_come_after_the_loop_has_run(gpu, finite):
     later = Later(gpu, 1)
-    assert not later.is_ready()
+    assert later.values(wait=False) is None
     tell(gpu, later, finite=finite)
-    assert later.values() == later.values() == [finite] and later.is_ready()
+    assert later.values() == later.values() == later.values(wait=False) == [finite]
 
 
 def test_memory_is_free_again_when_its_numbers_have_been_read_and_not_before(gpu):
@@ -30,8 +30,8 @@ def test_memory_is_free_again_when_its_numbers_have_been_read_and_not_before(gpu
     tell(gpu, later)
     later.values()
     again = Later(gpu, 1)
-    assert again.told_X.data_ptr() == later.told_X.data_ptr() and not again.is_ready()
-    assert later.is_ready() and later.values() == [1]
+    assert again.told_X.data_ptr() == later.told_X.data_ptr() and again.values(wait=False) is None
+    assert later.values(wait=False) == [1]
 
 
 def test_numbers_that_no_loop_tells_are_an_error_after_one_wait(gpu):

@@ -3,8 +3,6 @@
 The numbers of a lookup come to the host late: in the simulator as late as a test says.
 """
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ import torch
 from oneemb.kernels.arrays import BEYOND
 from oneemb.kernels.cuda_backend import CudaBackend
 from oneemb.kernels.init_rows import BY_ID, CONSTANT, InitialRows
-from oneemb.kernels.later import Later
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.tiers.device_tier import DeviceTier
 from tests.cuda.conftest import SIMULATED
@@ -73,14 +70,6 @@ class Rows:
         out_ND = torch.empty(len(id_N), W, device=self.backend.device)
         assert self.tier.gather(self.keys(id_N), lambda row_SW: row_SW, Begin(self.backend), out_ND)
         return out_ND
-
-
-@pytest.fixture
-def late(monkeypatch):
-    """Whether numbers from the device have not come yet: they come when the host waits for them."""
-    late, ready = SimpleNamespace(now=False), Later.is_ready
-    monkeypatch.setattr(Later, "is_ready", lambda later: not late.now and ready(later))
-    return late
 
 
 @pytest.mark.parametrize("numbers", ["at once", "late"])
