@@ -141,9 +141,9 @@ class DeviceAdmission:
         self, keys: DeviceKeys, size: int, slot_U: torch.Tensor, count_4: torch.Tensor, later: Later,
         free_2: torch.Tensor, next_2: torch.Tensor, tick: int,
     ) -> None:  # fmt: skip
-        """Write the pinned slots of `size` keys into slot_U, and tell `later` count_4; other arguments as of the loops;
-        new rows have the score of a use. The device must run the calls for one tier one after the other. An error that
-        is not the driver's has launched nothing."""
+        """Write the pinned slots of `size` keys into slot_U, and tell `later` count_4; other arguments as of the loops.
+        A new row has the score of one use: the absolute value of `tick`. The device must run the calls for one tier one
+        after the other. An error that is not the driver's has launched nothing."""
         if size != self._size:
             gpu = self._gpu
             self._count_B, self._size = gpu.kept(self.arrays.count_X[: gpu.shares(size)[0]]), size

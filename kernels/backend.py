@@ -167,7 +167,7 @@ class Backend(Protocol):
         self, loops: RowLoops, scalars: tuple, weight_SX: Array, row_SW: Array, slot_U: Array,
         grads: Array | Segments, state_begin: int,
     ) -> None:  # fmt: skip
-        """Run an optimizer's loop over the rows of slot_U, with these scalars."""
+        """Run an optimizer's loop over the rows of slot_U, with these scalars; Python floats are rounded to float32."""
 
     def negated(self, grads: Array | Segments) -> Array:
         """The summed gradients with the opposite sign. The sign is changed after the sum, as in torch, so that a sum of

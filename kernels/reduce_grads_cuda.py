@@ -31,12 +31,11 @@ _COUNT_MASK = (1 << _COUNT_BITS) - 1
 V = 1
 SCALED = False  # whether gradients are multiplied on their way into the sum; `at(SCALED=True)` sets it
 
-
-# Sizes of batches of which views of the arrays are kept at a time.
+# Number of sizes of batches for which views of the arrays are kept.
 _SIZES_MAX = 16
 
 Arrays = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""begin_U1, part_U and part_PD of `Segments`, with key_P, int64 [P], before the last of them."""
+"""(begin_U1, part_U, key_P, part_PD): as in `Segments`, and the key of each part, int64 [P]."""
 
 
 class Segments(NamedTuple):
@@ -259,7 +258,7 @@ def _grouped(
     scale_N: torch.Tensor | None, gpu: "Gpu", arrays: "Callable[[int, int, int, Gpu], Arrays]",
 ) -> list[Any]:  # fmt: skip
     """Segments that no loop has written yet, and the arguments of each of `_loops_of`, which write them. `arrays`:
-    function that makes begin_U1, part_U, key_P and part_PD for a number of keys, of parts and of weights."""
+    `_new_arrays` or `_arrays_again`."""
     # The sort is stable, so that ids of one key stay in batch order; padding, -1, comes first and is in no range.
     sorted_N, order_N = torch.sort(inverse_N, stable=True)
     size, dim = order_N.numel(), grad_NX.shape[1]
@@ -279,13 +278,14 @@ def _grouped(
 
 
 def _new_arrays(keys: int, parts: int, dim: int, gpu: "Gpu") -> Arrays:
+    """Arrays for so many keys, parts and weights of a row, not initialized."""
     begin_U1, part_U, key_P = (gpu.empty(size, dtype=torch.int64) for size in (keys + 1, keys, parts))
     return begin_U1, part_U, key_P, gpu.empty(parts, dim, dtype=torch.float32)
 
 
 class _ArraysAgain:
-    """Arrays as of `_new_arrays` that launches on one stream use one after the other. Most steps repeat the sizes of
-    steps before."""
+    """Arrays as of `_new_arrays`, which launches on one stream use one after the other. They are views of the same
+    memory for all sizes, and views are kept, since most steps repeat the sizes of earlier steps."""
 
     def __init__(self, gpu: "Gpu"):
         self._gpu = gpu

@@ -11,7 +11,7 @@ The arrays of an update, the same for every optimizer (see oneemb.storage.rows.r
 Invariants: an update writes D weights and the state of the rows in slot_U and no other byte; a row's new value
 depends on that row and its gradient alone, so neither the order of the rows nor the number of threads matters.
 What torch computes in Python floats (bias corrections, decayed rates) is computed in Python floats before the
-loop and rounded to float32 once, as torch rounds it: the loop's scalars may be Python floats.
+loop and rounded to float32 once, as torch rounds it: `plan` of a `RowUpdate` returns such scalars as Python floats.
 """
 
 import numpy as np
@@ -62,7 +62,7 @@ def run_row_update(
     """Run an update's loop over all rows of slot_U.
 
     Args:
-        scalars: the loop's scalars: NumPy numbers, bools, integers, and Python floats, which are rounded to float32.
+        scalars: NumPy numbers, bools and integers, and Python floats, which are rounded to float32 here.
         state_width: number of words of state that the loop uses.
     """
     assert row_SW.dtype == np.float32 and row_SW.ndim == 2 and row_SW.flags.c_contiguous

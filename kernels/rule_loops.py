@@ -7,7 +7,7 @@
 
     @row_update
     def update_adagrad(step, *, lr, lr_decay, eps, weight_decay):
-        return _LOOPS, (np.float32(lr / (1 + (step - 1) * lr_decay)), np.float32(eps), np.float32(weight_decay))
+        return _LOOPS, (lr / (1 + (step - 1) * lr_decay), eps, weight_decay)
 
 The arguments of a rule are `w` (a weight), the state of the weight, `g` (the gradient), and the scalars of the step.
 
@@ -35,8 +35,8 @@ class RowUpdate:
     """Function that updates rows in place, with the options of an optimizer.
 
     Args:
-        plan: (step, **options) -> (the loops, their scalars: numbers, of which Python floats are rounded to float32).
-            `step` counts from 1.
+        plan: (step, **options) -> (the loops, their scalars, of which Python floats are rounded to float32). `step`
+            counts from 1.
         forms: {name of a form: options that choose its loops}, if options choose loops. Each form is compiled for
             GPUs. An option that is left out is 0.1, or False if it is a flag. None = one form, named as `plan`.
     """

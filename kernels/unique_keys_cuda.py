@@ -31,7 +31,7 @@ _PLACE_BITS = 32
 _PLACE_MASK = (1 << 32) - 1
 _BATCHES_MAX = (1 << 31) - 1
 
-# Sizes of batches of which views of the arrays are kept at a time.
+# Number of sizes of batches for which views of the arrays are kept.
 _SIZES_MAX = 16
 
 
@@ -194,7 +194,7 @@ def unique_keys_cuda(
     size = id_N.numel()
     if size > _IDS_MAX:
         raise ValueError(f"a lookup on a GPU must have at most {_IDS_MAX} ids, got {size}; divide the batch")
-    # An array of its own takes the host less time than a view, and one like another less than its dtype and device.
+    # To make an array takes the host less time than to make a view, and `empty_like` takes less than `empty`.
     table_U = torch.empty(size, dtype=torch.int32, device=gpu.device)
     id_U = torch.empty(size, dtype=torch.int64, device=gpu.device)
     head_U, inverse_N = torch.empty_like(id_U), torch.empty_like(table_U)

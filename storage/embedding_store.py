@@ -132,8 +132,8 @@ class EmbeddingStore:
         self.step_lock = StepLock()
         """Held by steps, and by calls that read or replace all rows; taken before the store lock."""
         self.watchers: dict[int, weakref.ref[Watcher]] = {}
-        """{id of an object: object that is called with the keys and weights of rows before a step or `set_rows` changes
-        them}."""
+        """{Python's id of an object: weak reference to the object}. The objects are called with the keys and weights of
+        rows before a step or `set_rows` changes them."""
         self.writing = threading.Lock()
         """Held by loops that write rows in place, or read rows that others may write; taken after the store lock."""
         self._bottom = bottom
@@ -192,7 +192,8 @@ class EmbeddingStore:
     @property
     def weight_SX(self) -> Array:
         """View of `row_SW` as the bits of weights: [S, X], the first `dim` entries of each row being its weights."""
-        return self.format.weights(self.rows.hot.row_SW if self.rows.tiers else self.row_SW)  # the same, sooner
+        # `row_SW` is only called where it raises, to save a call in each lookup.
+        return self.format.weights(self.rows.hot.row_SW if self.rows.tiers else self.row_SW)
 
     @property
     def members(self) -> tuple["EmbeddingStore"]:

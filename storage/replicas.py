@@ -39,7 +39,7 @@ class Replicas(StorePart):
         self._replicated_T = np.zeros(max(tables, default=-1) + 2, bool)  # The last one stands for all beyond.
         self._replicated_T[list(tables)] = True
         self.any = bool(tables)
-        """Whether there are replicated tables, as the truth value says, which takes longer to read."""
+        """Whether there are replicated tables: the truth value, which takes less time to read here."""
         self._index = HashIndex(threads)
 
     def __bool__(self) -> bool:

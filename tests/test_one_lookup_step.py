@@ -91,7 +91,7 @@ def test_a_step_that_is_skipped_is_counted(monkeypatch, made):
     assert found == train("not finite", **how)
 
 
-def test_it_waits_until_another_thread_has_left_the_lock(made):
+def test_it_waits_until_another_thread_has_released_the_lock(made):
     embedding = make_embedding()
     optimizer = oneemb.Optimizer(torch.optim.SGD([embedding.weight], lr=0.1), [embedding])
     held, free = threading.Event(), threading.Event()

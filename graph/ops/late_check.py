@@ -165,10 +165,10 @@ def late_check_of(
     Raises:
         NonFiniteGradientError: an earlier step was left out.
     """
-    # Plain loops here and below, since every step on a GPU runs them: a loop over the few items takes less time than
-    # one more function of the standard library.
+    # Plain loops here and below, since every step on a GPU runs them: a loop over a few items takes less time than a
+    # call of the standard library.
     backend = grads[0].store.backend
-    stores: list[Any] = []
+    stores: dict[Any, None] = {}
     dense = _dense_to_check(steps, backend)
     may_be_late = dense is not None and backend.waits
     for row_optimizer in row_optimizers:
@@ -177,12 +177,11 @@ def late_check_of(
         may_be_late = may_be_late and grad.store.backend is backend
         for store in grad.stores:
             may_be_late = may_be_late and not store.watchers  # They read the rows that are about to change.
-            if store not in stores:
-                stores.append(store)
+            stores[store] = None
     if not may_be_late:
         resolve_all(grads)
         return None
-    check = stores[0].step_lock.late_check
+    check = next(iter(stores)).step_lock.late_check
     for store in stores:
         if check is None or check.backend is not backend or store.step_lock.late_check is not check:
             resolve_all(grads)

@@ -70,7 +70,7 @@ class RowGrad(torch.Tensor):
         at_owners: bool = False,
         tables: frozenset[int] | None = None,
     ) -> "RowGrad":
-        """A gradient with these attributes. Sequences are kept as they are, and not changed."""
+        """A gradient with these attributes. The sequences are not copied, and must not change."""
         shape = 0, store.format.dim
         grad = torch.Tensor._make_wrapper_subclass(RowGrad, shape, dtype=torch.float32, device=store.backend.device)
         grad.store, grad.passes = store, passes

@@ -338,7 +338,7 @@ def measure_update(args: tuple[object, RowGrads | None, bool, object], result: N
 
 
 def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: Groups | None = None) -> None:
-    """Apply the optimizer to the rows, in place. The caller defers signals, so that none comes in the middle.
+    """Apply the optimizer to the rows, in place, in a `signals_deferred` block of the caller's.
 
     Args:
         grads: one of the results of `reduce_grads`.

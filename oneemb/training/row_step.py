@@ -43,6 +43,7 @@ def row_weights(optimizer: torch.optim.Optimizer) -> list[WeightInGroup]:
         for parameter in group["params"]:
             reference = getattr(parameter, "embedding", None)  # as `embedding_of`
             if isinstance(reference, weakref.ref) and (embedding := reference()) is not None:
+                # `WeightInGroup(...)` makes the same call, by one more function.
                 found.append(tuple.__new__(WeightInGroup, (g, parameter, embedding)))
     return found
 

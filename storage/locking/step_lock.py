@@ -39,6 +39,7 @@ class StepLock:
     def __init__(self) -> None:
         self._lock, self._pid = threading.RLock(), signals.process
         self.waiting: set[int] = set()
+        """Threads that wait for the lock."""
         self.stepping = False
         """Whether the holder is in the middle of a step."""
         self.late_check: Any = None
@@ -99,8 +100,9 @@ def in_step(locks: Iterable[StepLock], step: Callable[[], T]) -> T:
 def _in_step_of_one(one: StepLock, step: Callable[[], T]) -> T:
     """`in_step` with one lock, in fewer calls: most models have one embedding."""
     lock, me = one.lock, threading.get_ident()
-    before = lock._is_owned() and one.stepping  # as in `_inner_locks`
-    if one.waiting and not lock._is_owned():
+    owned = lock._is_owned()
+    before = owned and one.stepping  # An interrupt may have ended a step before the step could reset this.
+    if one.waiting and not owned:
         waiting_first(one)
     try:
         one.waiting.add(me)

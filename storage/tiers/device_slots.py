@@ -89,23 +89,23 @@ class DeviceSlots(MemoryTier):
     _order: StreamOrder
     _bus: PinnedRows
     _pending: deque[tuple[Later, int, bool]]
-    """Lookups of which the host does not know yet how many of their keys missed: `count_4` of `acquire_loop`, or
-    `count_5` of `look_up_loop`, whose last four numbers mean the same; number of keys that may have got a slot, at
-    most; whether missing keys have got slots, otherwise they were read only."""
+    """Lookups of which the host does not know yet how many of their keys missed: (numbers to come, largest number of
+    keys that may have got slots, whether missing keys have got slots). The numbers are `count_4` of `acquire_loop` or
+    `count_5` of `look_up_loop`; the last four of them mean the same."""
     _tick: int
     _free_2: torch.Tensor
     """int64 on the device: number of free slots that were given back, and number of slots ever used."""
     _next_2: torch.Tensor
     """An array like `_free_2`, for the numbers after the next admission."""
     _made: int
-    """Number of slots that there is memory for."""
+    """Number of slots that there is memory for: the length of `pin_S`, which takes less time to read here."""
     _free_known: tuple[int, int]
     """Values of `_free_2` once the device has done what it was asked for."""
     _ahead_failed: int
     """Number of slots when there was no memory for more than were needed; -1 = there was."""
     _admission: tuple[InitRows, torch.Tensor, torch.Tensor, DeviceAdmission] | None
-    """A `DeviceAdmission`, after the `init_rows`, the stack of free slots and the cells of the index for which it was
-    made; these may have been replaced since. None = it is still to be made."""
+    """(`init_rows`, stack of free slots, cells of the index, the `DeviceAdmission` that was made for them). The first
+    three may have been replaced since. None = the admission is still to be made."""
     use_score: float
     """Number that a use counts now, for "lfu": see oneemb.storage.tiers.hot_tier."""
 
@@ -359,8 +359,8 @@ class DeviceSlots(MemoryTier):
                 self._gpu.wait()
 
     def _hold(self, arrays: list[torch.Tensor]) -> None:
+        kept = list(map(self._gpu.kept, arrays))
         self._admission, self._made = None, 0  # An admission holds the arrays of before.
-        kept = map(self._gpu.kept, arrays)
         self.row_SW, self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S = kept
         self._made = len(arrays[0])
 

@@ -37,7 +37,7 @@ class FreeSlots:
         self.stack_X: Array = empty(0)
         """The stack, int64: the first `returned` entries are free slots, the other entries are unused."""
         self.room = 0
-        """Length of the stack, which takes less time to read here."""
+        """Length of `stack_X`, which takes less time to read here."""
         self.returned = 0
         """Number of slots on the stack."""
         self.used = 0

@@ -182,6 +182,28 @@ def test_memory_for_rows_to_come_that_is_not_there_makes_lookups_wait(gpu, monke
     assert len(rows.tier) == 40 and rows.tier.check_slots() == []
 
 
+def test_slots_that_could_not_grow_once_still_make_no_lookup_wait(gpu, monkeypatch):
+    from oneemb.storage.tiers import device_slots
+
+    def fail_for_rows(tensor):
+        if tensor.dtype == torch.float32:
+            raise MemoryError
+        return tensor
+
+    monkeypatch.setattr(device_slots, "_SLOTS_MIN", 8)
+    rows = Rows(gpu)
+    rows.acquire(range(10))
+    with monkeypatch.context() as at:
+        at.setattr(gpu, "kept", fail_for_rows)
+        with pytest.raises(MemoryError):
+            rows.acquire(range(100))
+    keys, waits = rows.keys(range(10)), gpu.waits
+    rows.tier.acquire(keys)
+    if SIMULATED:
+        assert gpu.waits == waits
+    assert len(rows.tier) == 10 and rows.tier.check_slots() == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("padding", [7, None])
 def test_eval_reads_known_and_unknown_rows_without_a_wait_as_the_cpu_does(gpu, dtype, padding, tmp_path, late):
