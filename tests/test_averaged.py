@@ -1,5 +1,6 @@
 """Averages of an embedding's rows: those that AveragedModel makes of the table of an nn.Embedding, lazily."""
 
+import gc
 import math
 
 import pytest
@@ -315,6 +316,18 @@ def test_averages_that_are_closed_are_kept_no_more(tmp_path):
     pair.step(torch.arange(IDS))
     with pytest.raises(oneemb.StorageError, match="closed"):
         pair.averages()
+
+
+def test_an_embedding_forgets_averages_that_are_dropped_or_closed(tmp_path):
+    """A GPU checks gradients without a wait only if no averages are brought up to date."""
+    embedding = make_embedding(tmp_path / "rows", dim=DIM)
+    dropped, closed = (oneemb.AveragedEmbedding(embedding, tmp_path / name) for name in ("dropped", "closed"))
+    assert len(embedding.store.watchers) == 2
+    closed.close()
+    assert len(embedding.store.watchers) == 1
+    del dropped
+    gc.collect()
+    assert not embedding.store.watchers
 
 
 def test_a_snapshot_of_averages_with_another_decay_is_refused(tmp_path):
