@@ -60,6 +60,10 @@ Told = tuple[torch.Tensor, "memoryview[int]"]
 Loops = Sequence[tuple[CudaLoop, Grid]]
 """Loops, with the grid of each."""
 
+outside_inference_mode = torch.inference_mode(False)
+"""Decorator of functions that make tensors for later calls too: torch refuses to write into a tensor of its inference
+mode outside of that mode."""
+
 
 class _OfThread(threading.local):
     """Arrays of one thread."""
@@ -220,7 +224,8 @@ class Gpu:
         name = str(tensor.dtype)
         buffer = getattr(self._buffers, name, None)
         if buffer is None or len(buffer) < tensor.numel():
-            buffer = torch.empty(max(64, tensor.numel()), dtype=tensor.dtype, pin_memory=True, device="cpu")
+            with torch.inference_mode(False):
+                buffer = torch.empty(max(64, tensor.numel()), dtype=tensor.dtype, pin_memory=True, device="cpu")
             setattr(self._buffers, name, buffer)  # one for each thread, so that no other writes it meanwhile
         found = buffer[: tensor.numel()].copy_(tensor.reshape(-1), non_blocking=True)
         torch.cuda.current_stream(self.device).record_event().synchronize()

@@ -8,7 +8,7 @@ those that must: growth, and `erase` and `items`, which say what they found.
 import torch
 
 from oneemb.kernels.hash_index_cuda import erase_loop, find_loop, insert_loop, items_loop, rehash_loop
-from oneemb.kernels.launch import SHARES_MAX, Gpu
+from oneemb.kernels.launch import SHARES_MAX, Gpu, outside_inference_mode
 from oneemb.kernels.slots_cuda import acquire_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
 from oneemb.storage.locking.store_lock import changing
@@ -20,6 +20,7 @@ _LOAD_MAX = 0.7
 class DeviceIndex:
     """Map from (table, id) to a place, an int64 from 0 to 2^40 - 2."""
 
+    @outside_inference_mode
     def __init__(self, gpu: Gpu):
         self._gpu = gpu
         self._size = 0
@@ -124,6 +125,7 @@ class DeviceIndex:
     def _hold(self, cells: torch.Tensor) -> None:
         self.cell_C2, self._taken_max = cells, int(cells.shape[0] * _LOAD_MAX)
 
+    @outside_inference_mode
     def _empty_cells(self, keys: int) -> torch.Tensor:
         cells = max(_CELLS_MIN, int(keys / _LOAD_MAX) + 2)
         return self._gpu.kept(self._gpu.full(cells, 2, value=0, dtype=torch.int64))

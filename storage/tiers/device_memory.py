@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda
-from oneemb.kernels.launch import Gpu
+from oneemb.kernels.launch import Gpu, outside_inference_mode
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.row_store import RowSource
 from oneemb.storage.tiers.limits import Limits
@@ -65,6 +65,7 @@ def enlarged(arrays: Arrays, size: int, device: torch.device) -> Arrays:
     return [_enlarged(array, size, device) for array in arrays]
 
 
+@outside_inference_mode
 def _enlarged(array: torch.Tensor, size: int, device: torch.device) -> torch.Tensor:
     """Copy of an array on the device with `size` slots; the additional slots are zero."""
     grown = torch.zeros((size, *array.shape[1:]), dtype=array.dtype, device=device)
@@ -219,10 +220,12 @@ class _Buffer:
         self._last_copy: torch.cuda.Event | None = None  # recorded after the last copy out of the buffer, or into it
         self.drop()
 
+    @outside_inference_mode
     def drop(self) -> None:
         self._wait()
         self._row_BW = torch.empty(0, self._row_width, dtype=torch.float32, device="cpu")
 
+    @outside_inference_mode
     def rows(self, size: int) -> np.ndarray:
         """Room for `size` rows, float32 [size, W], once the last copy has ended."""
         self._wait()

@@ -20,7 +20,7 @@ from oneemb.kernels.admit_cuda import DeviceAdmission, TierArrays
 from oneemb.kernels.cuda_backend import CudaBackend
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda
 from oneemb.kernels.later import Later
-from oneemb.kernels.launch import Gpu
+from oneemb.kernels.launch import Gpu, outside_inference_mode
 from oneemb.kernels.slots_cuda import release_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
 from oneemb.storage.locking.store_lock import changing
@@ -397,6 +397,7 @@ class DeviceSlots(MemoryTier):
         """(table, id, slot) of the rows in these slots."""
         return self._table_S[slot_N], self._id_S[slot_N], slot_N
 
+    @outside_inference_mode
     def _forget(self) -> None:
         gpu = self._gpu
         gpu.wait()  # Steps on other streams may be using what is given back.
@@ -408,7 +409,8 @@ class DeviceSlots(MemoryTier):
         self.score_S = gpu.empty(0, dtype=torch.int64)
         self.pin_S = gpu.empty(0, dtype=torch.int32)
         self._dirty_S = gpu.empty(0, dtype=torch.bool)
-        self._free = FreeSlots(self._backend.arange, lambda size: gpu.kept(gpu.empty(size, dtype=torch.int64)))
+        empty = outside_inference_mode(lambda size: gpu.kept(gpu.empty(size, dtype=torch.int64)))
+        self._free = FreeSlots(self._backend.arange, empty)
         self._temporary = 0  # slots of rows that are in no index
         self._index.clear()
 

@@ -27,6 +27,7 @@ import torch
 from oneemb.kernels.cuda_backend import CudaBackend
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda, look_up_cuda
 from oneemb.kernels.later import Later
+from oneemb.kernels.launch import outside_inference_mode
 from oneemb.kernels.slots_cuda import count_pinned_loop, mark_dirty_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
 from oneemb.storage.errors import StoreFullError
@@ -52,6 +53,7 @@ class DeviceTier(DeviceSlots):
         backend: that of the GPU.
     """
 
+    @outside_inference_mode
     def __init__(
         self,
         name: str,

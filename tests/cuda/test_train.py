@@ -6,6 +6,7 @@ the same bits.
 """
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -164,6 +165,34 @@ def test_batches_prepared_ahead_change_no_loss(gpu, depth, tmp_path):
     np.testing.assert_allclose(found, expected[:STEPS], rtol=APART, atol=APART)
     assert graph.embedding.stats()["device"]["pinned"] == 0
     graph.embedding.close()
+
+
+FIRST_CALLS = {
+    "lookup": lambda embedding, ids: embedding(ids),
+    "load": lambda embedding, ids: embedding.load_snapshot("new rows"),
+}
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
+@pytest.mark.parametrize("call", FIRST_CALLS)
+def test_a_first_call_in_inference_mode_leaves_arrays_that_later_calls_can_change(gpu, store, call, tmp_path):
+    expected, expected_rows, _ = train(tmp_path / "cpu", store, "adam")
+    graph = Graph(tmp_path / "gpu", store, "adam")
+    graph.embedding(batches()[0][0])
+    graph.embedding.save_snapshot("new rows")
+    graph.embedding.clear()
+    with on_gpu(gpu, graph):
+        with ThreadPoolExecutor(1) as thread:  # which has no buffers of the GPU yet
+            thread.submit(in_inference_mode, FIRST_CALLS[call], graph.embedding, batches(gpu)[0][0]).result()
+            found = thread.submit(lambda: [graph(*batch).item() for batch in batches(gpu)]).result()
+        np.testing.assert_allclose(found, expected[:STEPS], rtol=APART, atol=APART)
+        assert rows_in(graph).keys() == expected_rows.keys()
+    graph.embedding.close()
+
+
+def in_inference_mode(call, *args):
+    with torch.inference_mode():
+        return call(*args)
 
 
 class Clipped(Graph):
