@@ -34,7 +34,6 @@ from oneemb.kernels.hash_index import PLACE_BITS, close_hole, hash_key, home_cel
 from oneemb.kernels.jit import Number, cpu, rule
 from oneemb.kernels.jit_code import equal_of_line, half_at, natural, prefetch_word, set_half, set_word, word_at
 
-SHARD_BITS = 8
 CELLS = 6
 """Cells of a line."""
 
