@@ -290,7 +290,7 @@ class _PackerText:
         kinds = [kind for kind, called in _PYTHON.items() if called == dtype] + [np.dtype(dtype).type]
         self.scope |= {f"{name}_{k}": kind for k, kind in enumerate(kinds)}
         self.checks.append("(" + " or ".join(f"type({name}) is {name}_{k}" for k in range(len(kinds))) + ")")
-        # `pack_into` refuses a float that rounds to an infinite float32.
+        # Rounded here, since `pack_into` refuses a float that rounds to an infinite float32.
         self.numbers.append(f"float32({name})" if dtype == "float32" else name)
 
     def _array(self, name: str, dtype: str, ndim: int) -> None:

@@ -131,7 +131,8 @@ class Gpu:
         return torch.full(shape, value, dtype=dtype, device=self.device)
 
     def kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same tensor, which lives long and keeps its memory: launches that take it each time are quicker."""
+        """The same tensor, prepared for launches that take it each time, which are then quicker. It must keep its
+        memory."""
         return tensor if SIMULATED else with_words(tensor)
 
     def none(self, dtype: torch.dtype, columns: int | None = None) -> torch.Tensor:

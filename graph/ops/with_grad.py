@@ -88,6 +88,7 @@ class _WithGrad(torch.autograd.Function):
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.lease = None  # A loss that is kept keeps none of the lookup's arrays.
         flat = grad.detach() if again else grad
+        # `view` takes less time than `reshape`.
         flat = flat.view(-1, flat.shape[-1]) if flat.is_contiguous() else flat.reshape(-1, flat.shape[-1])
         row_grads: list[RowGrad | None] = [None] * len(of_weights)
         if is_trained:

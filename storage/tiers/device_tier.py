@@ -79,7 +79,7 @@ class DeviceTier(DeviceSlots):
         self._order = StreamOrder(gpu)
         self._tick = 0
         self._ahead_failed = -1
-        self._free_2, self._next_2 = (gpu.empty(2, dtype=torch.int64) for _ in range(2))  # in turn, so not `kept`
+        self._free_2, self._next_2 = (gpu.empty(2, dtype=torch.int64) for _ in range(2))  # not `kept`: they take turns
         self.use_score = USE_SCORE
         with self._order(self._arrays):
             self._index = DeviceIndex(gpu)
