@@ -172,7 +172,7 @@ def _begin(state: float | str, options: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class _KnownUpdate:
-    """Update of rows by a class of OPTIMIZERS.
+    """Update of rows by an optimizer class of OPTIMIZERS.
 
     Args:
         signed: whether the class has the option `maximize`, which negates gradients.

@@ -298,7 +298,7 @@ class _ArraysAgain:
             self.made.clear()
         with torch.inference_mode(False):
             if numbers > len(self._number_X):
-                self._number_X = gpu.none(torch.int64)  # before there are others
+                self._number_X = gpu.none(torch.int64)  # The memory is freed before more is allocated.
                 self._number_X = gpu.empty(1 << numbers.bit_length(), dtype=torch.int64)
             if sums > len(self._sum_X):
                 self._sum_X = gpu.none(torch.float32)

@@ -168,7 +168,7 @@ class _Scratch:
 
 
 def _more_scratch(ids: int, gpu: Gpu) -> _Scratch:
-    gpu.scratch.pop(_Scratch, None)  # before there are others
+    gpu.scratch.pop(_Scratch, None)  # Its memory is freed before more is allocated.
     with torch.inference_mode(False):
         found = gpu.scratch[_Scratch] = _Scratch(1 << max(0, ids - 1).bit_length(), gpu)
     return found

@@ -44,13 +44,19 @@ def gpu():
 
 @pytest.fixture
 def late(monkeypatch):
-    """Whether numbers from the device have not come yet: they come when the host waits for them."""
+    """`now`: whether numbers from the device have not come yet: they come when the host waits for them. `times`: how
+    often the host has asked for numbers that had not come."""
     from oneemb.kernels.later import Later
 
-    late, values = SimpleNamespace(now=False), Later.values
-    monkeypatch.setattr(
-        Later, "values", lambda later, *, wait=True: None if late.now and not wait else values(later, wait=wait)
-    )
+    late, values = SimpleNamespace(now=False, times=0), Later.values
+
+    def values_late(later, *, wait=True):
+        if late.now and not wait:
+            late.times += 1
+            return None
+        return values(later, wait=wait)
+
+    monkeypatch.setattr(Later, "values", values_late)
     return late
 
 

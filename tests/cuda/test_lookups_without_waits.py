@@ -99,6 +99,7 @@ def test_slots_rows_and_counts_are_those_of_lookups_that_wait(gpu, late, seed, n
     assert one.tier.check_slots() == other.tier.check_slots() == []
     found, expected = ({tuple(map(int, key)): row.tolist() for *key, row in scan(rows)} for rows in (one, other))
     assert found == expected and len(found) > 20
+    assert (late.times > 0) == late.now
     stats, others = one.tier.stats(), other.tier.stats()
     for number in ("rows", "pinned", "dirty", "hits", "misses", "new_rows"):
         assert stats[number] == others[number], number
@@ -133,6 +134,7 @@ def test_a_lookup_waits_where_its_rows_may_not_fit_and_says_so_where_they_do_not
     for begin in (0, 10):
         rows.acquire(range(begin, begin + 10))
     rows.acquire([*range(15, 25)])
+    assert late.times > 0
     with pytest.raises(StoreFullError, match="30 slots; 25 of them are taken and 6 more rows"):
         rows.acquire(range(20, 31))
     slot_U, _ = rows.acquire(range(20, 30))
@@ -147,7 +149,7 @@ def test_a_row_limit_holds_for_lookups_of_which_numbers_come_late(gpu, late):
     rows.acquire(range(6, 14))
     with pytest.raises(StoreFullError, match="capacity is 20 rows; 14 are kept and 7 new ones"):
         rows.acquire(range(14, 21))
-    assert len(rows.tier) == 14
+    assert len(rows.tier) == 14 and late.times > 0
 
 
 def test_a_row_that_cannot_begin_leaves_no_trace_of_its_lookup(gpu):
