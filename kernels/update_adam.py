@@ -76,7 +76,8 @@ def update_adam(
     amsgrad: bool = False,
 ) -> tuple[RowLoops, tuple]:
     """One step of Adam, or of AdamW with decoupled_weight_decay. A new row's state is zeros."""
-    rate, correction = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
+    # `float` raises TypeError for the complex root of a negative number.
+    rate, correction = lr / (1 - beta1**step), float((1 - beta2**step) ** 0.5)
     decay = decay_scalars(lr, weight_decay, decoupled_weight_decay)
     return _AMSGRAD if amsgrad else _ADAM, (rate, correction, *_same_in_each_step(beta1, beta2, eps, *decay))
 

@@ -50,7 +50,8 @@ def update_radam(
     rho = rho_inf - 2 * step * beta2**step / correction2
     rectified = rho > 5
     rect = ((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)) ** 0.5 if rectified else 1.0
+    # `float` raises TypeError for the complex root of a negative number.
     return _LOOPS, (
         *lerp_scalars(1 - beta1), beta2, 1 - beta2, *decay_scalars(lr, weight_decay, decoupled_weight_decay), eps,
-        lr, 1 - beta1**step, correction2**0.5, rectified, rect,
+        lr, 1 - beta1**step, float(correction2**0.5), rectified, float(rect),
     )  # fmt: skip

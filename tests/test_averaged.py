@@ -318,6 +318,20 @@ def test_averages_that_are_closed_are_kept_no_more(tmp_path):
         pair.averages()
 
 
+def test_averages_that_a_hook_may_not_close_are_kept_further(tmp_path):
+    pair = Pair(tmp_path, joined=True)
+    pair.step(torch.arange(IDS))
+    pair.update()
+    handle = pair.optimizers[0].optimizer.register_step_pre_hook(lambda *_: pair.averaged.close())
+    with pytest.raises(RuntimeError, match="close was called in the middle of a step"):
+        pair.step(torch.arange(IDS))
+    handle.remove()
+    for _ in range(2):
+        pair.step(torch.arange(IDS))
+        pair.update()
+    pair.check()
+
+
 def test_an_embedding_forgets_averages_that_are_dropped_or_closed(tmp_path):
     """A GPU checks gradients without a wait only if no averages are brought up to date."""
     embedding = make_embedding(tmp_path / "rows", dim=DIM)

@@ -202,6 +202,12 @@ class AveragedEmbedding(torch.nn.Module):
     def close(self) -> None:
         """Free memory, files and the lock on `persistent_path`. Averages that no snapshot holds are lost; the embedding
         can be trained further, without averages."""
+        step_lock = self.rows.store.step_lock
+        step_lock.warn_of_late_error()
+        # If this thread is in the middle of a step, `between_steps` raises before the averages are forgotten.
+        between_steps((step_lock,), "close", self._close)
+
+    def _close(self) -> None:
         self.embedding.store.watchers.pop(id(self), None)
         self.rows.close()
 

@@ -232,6 +232,24 @@ def test_integers_among_options_are_read_as_floats():
 
 
 @pytest.mark.parametrize(
+    "cls, beta2, number",
+    [
+        (torch.optim.Adam, 1.5, 1),
+        (torch.optim.AdamW, -1.5, 2),
+        (torch.optim.RAdam, 1.5, 1),
+        (torch.optim.RAdam, -1.5, 5),
+    ],
+)
+def test_betas_whose_correction_is_complex_are_refused_before_a_loop_is_compiled_for_complex_numbers(
+    cls, beta2, number
+):
+    rows, group = rows_of(cls)
+    group["betas"] = (0.9, beta2)
+    with pytest.raises(TypeError, match="complex"):
+        step(rows, group, number)
+
+
+@pytest.mark.parametrize(
     "cls, option",
     [
         (torch.optim.SGD, "differentiable"),
