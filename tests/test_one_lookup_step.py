@@ -1,5 +1,6 @@
 """Steps whose rows have the gradient of one lookup, which `step_one_lookup` makes, are those of `step_together`."""
 
+import signal
 import threading
 
 import pytest
@@ -138,6 +139,37 @@ def test_it_leaves_no_lock_taken_where_it_is_stopped(made, way):
         assert stopped and not step_lock.lock._is_owned(), place
         between_steps([step_lock], "this", lambda: None) if at % 2 else step()
     assert at > 20 and made[-1]
+
+
+@pytest.mark.parametrize("when", ["at its end", "at its beginning"])
+def test_a_handler_of_a_signal_that_comes_in_it_may_save(made, monkeypatch, when):
+    embedding = make_embedding()
+    linear = torch.nn.Linear(4, 1)
+    torchs = torch.optim.SGD([embedding.weight, *linear.parameters()], lr=0.1)
+    optimizer, saved_at = oneemb.Optimizer(torchs, [embedding]), []
+
+    def save(*_):
+        embedding.save_snapshot("one")
+        saved_at.append(embedding.store.step)
+
+    store, own = embedding.store, embedding.store.store_lock.check
+
+    def check(**how):
+        if store.step_lock.stepping:
+            signal.raise_signal(signal.SIGUSR1)
+        own(**how)
+
+    before = signal.signal(signal.SIGUSR1, save)
+    try:
+        if when == "at its end":
+            torchs.register_step_post_hook(lambda *_: signal.raise_signal(signal.SIGUSR1))
+        else:
+            monkeypatch.setattr(store.store_lock, "check", check)
+        linear(embedding(torch.tensor([[1, 2]]))).sum().backward()
+        optimizer.step()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert made == [True] and saved_at == [1]
 
 
 def test_saving_in_the_middle_of_it_is_refused_and_leaves_the_step_complete(made):

@@ -17,7 +17,7 @@ from oneemb.graph.recorder import UNCOUNTED, StepStats
 from oneemb.graph.row_optimizers import Group, RowOptimizer
 from oneemb.graph.tracers import uncompiled
 from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.locking.signals_deferred import signals_deferred
+from oneemb.storage.locking.signals_deferred import CommitBlock, signals_deferred
 from oneemb.storage.locking.step_lock import in_step
 from oneemb.training.row_step import RowStep, WeightInGroup, attach, groups_of_rows, row_weights, step_rows
 from oneemb.training.step_hooks import is_observed, note_step, rows_stepped, steps_nothing
@@ -350,26 +350,26 @@ def step_one_lookup(optimizer: Optimizer, weights: Sequence[WeightInGroup]) -> b
     waits = row_step.check_in_step and store.backend.waits
     if not isinstance(grad, ops.RowGrad) or waits or not embedding.ranks.alone:
         return False
-    return in_step([store.step_lock], lambda: _step_now(optimizer, taken, grad))
+    with CommitBlock() as block:  # An interrupt comes before the step or after the whole step.
+        return in_step([store.step_lock], lambda: _step_now(optimizer, taken, grad), block)
 
 
 def _step_now(optimizer: Optimizer, taken: WeightInGroup, grad: ops.RowGrad) -> bool:
     """`step_one_lookup` under the step lock."""
     row_step = optimizer.row_step
     taken.embedding.store.store_lock.check(changes=True)
-    with signals_deferred:  # An interrupt comes before the step or after the whole step.
-        # Another thread may have stepped before the lock was taken.
-        if taken.weight.grad is not grad or (one := grad.only_pass()) is None or not row_step.takes(taken):
-            return False
-        try:
-            row_step.take(taken, grad)
-            grads = [one.lease.reduce([one.checked()])]
-            late = None if row_step.check_in_step else ()
-            go = ops.may_step(ops.check_finite([row_step], grads, late=late), [row_step])
-            _make([optimizer], UNCOUNTED, go, [grads])
-        finally:
-            row_step.end_late()
-            row_step.put_back()
+    # Another thread may have stepped before the lock was taken.
+    if taken.weight.grad is not grad or (one := grad.only_pass()) is None or not row_step.takes(taken):
+        return False
+    try:
+        row_step.take(taken, grad)
+        grads = [one.lease.reduce([one.checked()])]
+        late = None if row_step.check_in_step else ()
+        go = ops.may_step(ops.check_finite([row_step], grads, late=late), [row_step])
+        _make([optimizer], UNCOUNTED, go, [grads])
+    finally:
+        row_step.end_late()
+        row_step.put_back()
     return True
 
 

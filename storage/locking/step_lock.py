@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from oneemb.storage.locking.signals import signals
+from oneemb.storage.locking.signals_deferred import CommitBlock
 from oneemb.storage.locking.store_lock import StoreLock
 
 T = TypeVar("T")
@@ -77,14 +78,21 @@ def alone(locks: Iterable[StepLock], call: Callable[[], T]) -> T:
     return while_held(_inner_locks(locks), run)
 
 
-def in_step(locks: Iterable[StepLock], step: Callable[[], T]) -> T:
+def in_step(locks: Iterable[StepLock], step: Callable[[], T], block: CommitBlock | None = None) -> T:
     """Run a training step with these locks held. Returns the step's result. Until the step ends, `between_steps` raises
-    RuntimeError on this thread."""
+    RuntimeError on this thread.
+
+    Args:
+        block: begun before the step, with the locks held. The caller ends it, so that handlers of signals that came in
+            the step run between two steps, and may save.
+    """
     locks = tuple(locks)
     if len(locks) == 1:
-        return _in_step_of_one(locks[0], step)
+        return _in_step_of_one(locks[0], step, block)
 
     def run() -> T:
+        if block is not None:
+            block.begin()
         before = list(map(_STEPPING, locks))
         try:
             for lock in locks:
@@ -97,7 +105,7 @@ def in_step(locks: Iterable[StepLock], step: Callable[[], T]) -> T:
     return while_held(_inner_locks(sorted(locks, key=id)), run)
 
 
-def _in_step_of_one(one: StepLock, step: Callable[[], T]) -> T:
+def _in_step_of_one(one: StepLock, step: Callable[[], T], block: CommitBlock | None) -> T:
     """`in_step` with one lock, in fewer calls: most models have one embedding."""
     lock, me = one.lock, threading.get_ident()
     owned = lock._is_owned()
@@ -108,6 +116,8 @@ def _in_step_of_one(one: StepLock, step: Callable[[], T]) -> T:
         one.waiting.add(me)
         with lock:
             one.waiting.discard(me)
+            if block is not None:
+                block.begin()
             try:
                 one.stepping = True
                 return step()
