@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import oneemb
+from oneemb.graph.row_optimizers import RowOptimizer
 from oneemb.storage.errors import BrokenStoreError
 from tests.support.graph_models import make_eager, make_embedding, make_graph, rows_of, weights_of
 from tests.support.inside import train_state_of
@@ -152,6 +153,41 @@ def test_what_nobody_can_hold_back_in_an_update_breaks_every_embedding_of_the_st
     for name in ("embedding", "other"):
         with pytest.raises(BrokenStoreError, match="SystemExit: now"):
             modules[name](IDS)
+
+
+class FailsHalfWay(torch.optim.SGD):
+    """Changes one row in the second step, and raises."""
+
+    def row_optimizer(self, group):
+        def run(weight_SX, row_SW, slot_U, grads, *, state_begin, group, step, backend):
+            if step == 2:
+                row_SW[slot_U[0], 0] = 7
+                raise ValueError("mine")
+
+        return RowOptimizer("half_way", (), (), run)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_an_update_that_fails_half_way_breaks_every_embedding_whose_rows_it_changes(merged):
+    modules = modules_of()
+    modules["other"] = make_embedding("other", dim=4 if merged else 8, seed=1)
+
+    def build(self, ids):
+        loss = self.mlp(self.embedding(ids)).square().sum() + self.other(ids).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    graph = make_graph(modules, build, lambda owner: [FailsHalfWay(owner.parameters(), lr=0.1)])
+    graph(IDS)
+    with pytest.raises(ValueError, match="mine"):
+        graph(IDS)
+    with pytest.raises(BrokenStoreError, match="ValueError: mine"):
+        modules["embedding"](IDS)
+    if merged:
+        with pytest.raises(BrokenStoreError, match="ValueError: mine"):
+            modules["other"](IDS)
+    else:
+        modules["other"](IDS)
 
 
 def test_one_scheduler_that_fails_keeps_no_other_from_its_step():
