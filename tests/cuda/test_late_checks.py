@@ -354,3 +354,44 @@ def test_sums_of_each_embedding_that_were_made_before_the_step_are_checked(gpu, 
                 embedding.save_snapshot("rows")
     for embedding in embeddings:
         embedding.close()
+
+
+def test_a_step_of_embeddings_that_were_stepped_apart_raises_first(gpu, late, tmp_path):
+    embeddings = [make_embedding(tmp_path / str(i), tables=2, dim=DIM) for i in range(2)]
+    parameters = [parameter for embedding in embeddings for parameter in embedding.parameters()]
+    optimizer = oneemb.Optimizer(torch.optim.SGD(parameters, lr=0.1), embeddings, check_in_step=False)
+    ids, late.now = torch.arange(12, device=gpu.device).reshape(-1, 2), True
+
+    def step(*factors):
+        optimizer.zero_grad()
+        for embedding, factor in zip(embeddings, factors, strict=True):
+            if factor:
+                embedding(ids).sum().mul(factor).backward()
+        optimizer.step()
+
+    with on_gpu(gpu, *embeddings):
+        for apart in ((1, 0), (0, 1), (0, float("nan"))):
+            step(*apart)
+        before = [embedding.store.row_SW.clone() for embedding in embeddings]
+        with pytest.raises(oneemb.NonFiniteGradientError):
+            step(1, 1)
+        assert same([embedding.store.row_SW for embedding in embeddings], before)
+        step(1, 1)
+    for embedding in embeddings:
+        embedding.close()
+
+
+def test_a_step_that_averages_follow_waits_for_its_check(train, late, tmp_path):
+    trained = train()
+    trained.step()
+    averaged = oneemb.AveragedEmbedding(trained.embedding, tmp_path / "averages", 0.9)
+    averaged.update_rows()
+    late.now, before = True, trained.state()
+    with pytest.raises(oneemb.NonFiniteGradientError):
+        trained.step(float("nan"))
+    assert same(trained.state(), before)
+    averaged.close()
+    trained.optimizer.zero_grad()
+    trained.step(float("nan"))
+    with pytest.raises(oneemb.NonFiniteGradientError):
+        trained.embedding.save_snapshot("rows")
