@@ -16,7 +16,8 @@ import torch
 
 import oneemb
 from oneemb.rows import export_rows as row_export
-from oneemb.storage.locking.step_lock import StepLock, alone, while_held
+from oneemb.storage.locking import step_lock
+from oneemb.storage.locking.step_lock import StepLock, alone, in_step, while_held
 from tests.support.forks import run_code
 from tests.support.inside import dirty_keys_of, train_state_of
 from tests.support.interrupts import WAYS, count_lines, interrupt_soon, interrupted
@@ -133,7 +134,8 @@ def test_what_another_thread_does_meanwhile_changes_no_number_and_is_of_one_mome
     model.embedding.close()
 
 
-def test_who_waits_for_the_end_of_a_step_has_the_lock_before_the_next_one():
+@pytest.mark.parametrize("taken", [alone, in_step])
+def test_who_waits_for_the_end_of_a_step_has_the_lock_before_the_next_one(taken):
     lock, stop, steps, waited = StepLock(), threading.Event(), [0], []
 
     def step():
@@ -142,7 +144,7 @@ def test_who_waits_for_the_end_of_a_step_has_the_lock_before_the_next_one():
 
     def train():
         while not stop.is_set():
-            alone([lock], step)
+            taken([lock], step)
 
     thread = threading.Thread(target=train)
     thread.start()
@@ -154,6 +156,16 @@ def test_who_waits_for_the_end_of_a_step_has_the_lock_before_the_next_one():
     thread.join()
     # Without giving way it takes tens of steps, each as long as the interpreter leaves a thread its lock.
     assert sorted(waited)[25] <= 3 and lock.waiting == set()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_step_lets_threads_that_wait_go_first_unless_it_has_the_locks_already(monkeypatch, count):
+    locks, gone_first = [StepLock() for _ in range(count)], []
+    for lock in locks:
+        lock.waiting.add(-1)
+    monkeypatch.setattr(step_lock, "waiting_first", gone_first.append)
+    in_step(locks, lambda: in_step(locks, lambda: None))
+    assert sorted(map(id, gone_first)) == sorted(map(id, locks))
 
 
 def test_locks_of_several_stores_are_taken_in_one_order_and_given_back():
@@ -191,11 +203,12 @@ def test_more_locks_than_python_calls_nest_are_taken_and_given_back():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_interrupt_at_any_line_of_taking_locks_leaves_none_taken(way):
-    locks = [StepLock() for _ in range(3)]
+@pytest.mark.parametrize(("taken", "count"), [(alone, 3), (in_step, 3), (in_step, 1)])
+def test_an_interrupt_at_any_line_of_taking_locks_leaves_none_taken(way, taken, count):
+    locks = [StepLock() for _ in range(count)]
 
     def use():
-        alone(locks, lambda: while_held([threading.Lock()], lambda: 1))
+        taken(locks, lambda: while_held([threading.Lock()], lambda: 1))
 
     for at in range(1, count_lines(use, way) + 1):
         stopped, place = interrupted(use, at, way)
