@@ -97,10 +97,10 @@ class StoreLock:
         finally:
             self.lock.acquire()
 
-    def note(self, error: BaseException | None) -> None:
+    def note(self, error: BaseException) -> None:
         """Mark the object as broken if a call has ended with an error that left the object half changed (`changing`),
         or that no code raises on purpose."""
-        if error is None or error is signals.interrupt:
+        if error is signals.interrupt:
             return
         if not (isinstance(error, _FORESEEN) or _says_memory_ran_out(error)) or hasattr(error, "left_half_changed"):
             self.cut_short(error)

@@ -59,6 +59,7 @@ class MemoryTier(ABC):
 
     slots: int
     begun = 0
+    """See `HotRows.begun`."""
     score_S: Any
     use_score: float
     victims: VictimClock | None = None
