@@ -9,6 +9,7 @@ import torch
 
 import oneemb
 from oneemb.graph.ops import LateCheck
+from oneemb.graph.row_optimizers import RowOptimizer
 from tests.cuda.conftest import SIMULATED
 from tests.cuda.test_launches import Noted
 from tests.cuda.test_train import on_gpu
@@ -395,3 +396,35 @@ def test_a_step_that_averages_follow_waits_for_its_check(train, late, tmp_path):
     trained.step(float("nan"))
     with pytest.raises(oneemb.NonFiniteGradientError):
         trained.embedding.save_snapshot("rows")
+
+
+class OwnUpdate(torch.optim.SGD):
+    """An optimizer of a user's, whose update of rows asks nobody whether to write."""
+
+    def row_optimizer(self, group):
+        def run(weight_SX, row_SW, slot_U, grads, *, state_begin, group, step, backend):
+            row_SW[slot_U[0], 0] += 1
+
+        return RowOptimizer("own", (), (), run)
+
+
+def test_an_update_of_a_users_own_waits_for_its_check_and_its_rows_are_marked_dirty(gpu, late, tmp_path):
+    embedding = make_embedding(tmp_path / "rows", tables=2, dim=DIM)
+    optimizer = oneemb.Optimizer(OwnUpdate(embedding.parameters(), lr=0.1), [embedding], check_in_step=False)
+    ids, late.now = torch.arange(12, device=gpu.device).reshape(-1, 2), True
+
+    def step(factor):
+        optimizer.zero_grad()
+        embedding(ids).sum().mul(factor).backward()
+        optimizer.step()
+
+    with on_gpu(gpu, embedding):
+        step(1)
+        embedding.save_snapshot("rows")
+        before = embedding.store.row_SW.clone()
+        with pytest.raises(oneemb.NonFiniteGradientError):
+            step(float("nan"))
+        assert torch.equal(embedding.store.row_SW, before) and embedding.stats()["device"]["dirty"] == 0
+        step(1)
+        assert not torch.equal(embedding.store.row_SW, before) and embedding.stats()["device"]["dirty"] == 12
+    embedding.close()
