@@ -256,7 +256,10 @@ class Lease:
         slot_U = nowhere(backend, len(unique.id_U)) if self.slot_U is None else self.slot_U
         keys = self.store, self.generation, unique.table_U, unique.id_U, slot_U
         if isinstance(grads[0], Summed):
-            summed = RowGrads(*keys, sums=grads[0], unique=unique)
+            grad_UD, finite_X = grads[0]
+            if grad_UD.shape[0] > slot_U.shape[0]:  # `pin` has cut the keys since the backward pass.
+                grad_UD = grad_UD[: slot_U.shape[0]]
+            summed = RowGrads(*keys, sums=(grad_UD, finite_X), unique=unique)
             return summed if len(grads) == 1 else summed.plus(cast("Sequence[Summed]", grads[1:]))
         grad_NX = backend.array(self.sum_passes(cast("Sequence[torch.Tensor]", grads)).contiguous())
         bags = self.keys.bags if self.argmax_PD is None else None

@@ -167,6 +167,25 @@ def test_batches_prepared_ahead_change_no_loss(gpu, depth, tmp_path):
     graph.embedding.close()
 
 
+def test_a_gradient_that_was_summed_before_its_rows_were_acquired_goes_to_its_rows(gpu, tmp_path):
+    results = []
+    for where in (None, gpu):
+        embedding = make_embedding(tmp_path / str(where is None), store="device", dim=3, seed=7)
+        optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.5), [embedding])
+        with on_gpu(where, embedding) if where else contextlib.nullcontext():
+            device = where.device if where else "cpu"
+            embedding.eval()
+            for ids in ([1, 2, 1, 3, 1], [3, 4, 3]):
+                rows = embedding(torch.tensor(ids, device=device))
+                grad = torch.arange(rows.numel(), device=device).view(rows.shape).float()
+                rows.backward(grad)  # `grad` is held here, so it is summed at once
+            embedding.train()
+            optimizer.step()
+            results.append(embedding.read(torch.arange(5, device=device)).cpu())
+        embedding.close()
+    assert torch.equal(*results)
+
+
 FIRST_CALLS = {
     "lookup": lambda embedding, ids: embedding(ids),
     "load": lambda embedding, ids: embedding.load_snapshot("new rows"),
