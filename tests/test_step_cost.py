@@ -17,12 +17,12 @@ from tests.support.walk import walk_of_ids
 # Of one step or lookup: the most calls of Python functions, of C functions, and loops launched. Counted with Python
 # 3.11 and the torch of constraints/test.txt; later Pythons inline comprehensions and count less.
 STEP_BOUNDS = {
-    "eager": (375, 352, 6),  # 358, 332, 6
-    "graph": (388, 384, 6),  # 370, 363, 6
+    "eager": (250, 252, 6),  # 236, 238, 6
+    "graph": (318, 332, 6),  # 302, 317, 6
 }
 READ_BOUNDS = {
-    "eval": (61, 63, 2),  # 54, 55, 2
-    "served": (44, 40, 1),  # 41, 35, 1
+    "eval": (60, 60, 2),  # 55, 54, 2
+    "served": (44, 40, 1),  # 40, 35, 1
 }
 
 
