@@ -130,9 +130,8 @@ def test_an_option_that_a_hook_changes_for_the_last_embedding_leaves_the_rows_of
             assert torch.equal(embedding(IDS), rows) and embedding.stats()["step"] == 0
 
 
-@pytest.mark.parametrize("merged", [False, True])
-def test_what_nobody_can_hold_back_in_an_update_breaks_every_embedding_of_the_step(merged):
-    """Such as an exception that another thread puts there: it may have come between the rows of two embeddings."""
+def graph_of_two(merged, optimizers):
+    """A graph with the embeddings "embedding" and "other", whose lookups are merged or not, and its modules."""
     modules = modules_of()
     modules["other"] = make_embedding("other", dim=4 if merged else 8, seed=1)
 
@@ -141,7 +140,13 @@ def test_what_nobody_can_hold_back_in_an_update_breaks_every_embedding_of_the_st
         loss.backward()
         return loss.detach()
 
-    graph = make_graph(modules, build, lambda owner: [adam(owner)])
+    return make_graph(modules, build, optimizers), modules
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_what_nobody_can_hold_back_in_an_update_breaks_every_embedding_of_the_step(merged):
+    """Such as an exception that another thread puts there: it may have come between the rows of two embeddings."""
+    graph, modules = graph_of_two(merged, lambda owner: [adam(owner)])
     graph(IDS)
 
     def stop(*_):
@@ -169,15 +174,7 @@ class FailsHalfWay(torch.optim.SGD):
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_an_update_that_fails_half_way_breaks_every_embedding_whose_rows_it_changes(merged):
-    modules = modules_of()
-    modules["other"] = make_embedding("other", dim=4 if merged else 8, seed=1)
-
-    def build(self, ids):
-        loss = self.mlp(self.embedding(ids)).square().sum() + self.other(ids).square().sum()
-        loss.backward()
-        return loss.detach()
-
-    graph = make_graph(modules, build, lambda owner: [FailsHalfWay(owner.parameters(), lr=0.1)])
+    graph, modules = graph_of_two(merged, lambda owner: [FailsHalfWay(owner.parameters(), lr=0.1)])
     graph(IDS)
     with pytest.raises(ValueError, match="mine"):
         graph(IDS)
